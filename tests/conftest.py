@@ -44,6 +44,9 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.nn.parallel",
+        "torchtitan.hf_datasets.text_datasets",  # where it is installed, as the next ones: five seconds
+        "torchtitan.models.llama3",
+        "torchtitan.trainer",
         "trainbus.eventloop.offload.process",
         "trainbus.hooks",
         "trainbus.observe",

@@ -30,6 +30,8 @@ WARNINGS = [
     for message in (
         "To get the last learning rate computed by the scheduler",  # torchtitan asks for it when it loads
         "torch.distributed is disabled, unavailable or uninitialized",  # `Job.stored` reads alone
+        "DTensor random operators may not have complete support on cpu",
+        "'set_vital' is deprecated",  # torchdata calls it
     )
 ]
 

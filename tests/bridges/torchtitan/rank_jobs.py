@@ -15,7 +15,7 @@ from trainbus.eventloop import CheckpointError
 from trainbus.testing.host_job import Counting, fails, noted
 
 
-def train(folder):
+def train(tokenizer, folder):
     """Train without a bus, with one, to a failure and from there, and until one rank stops; return what is to compare."""
     rank = distributed.get_rank()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -25,7 +25,7 @@ def train(folder):
     files, seen = Path(folder), {}
 
     def run(name, *, fails_at=None, stops_at=None, bus=True, **options):
-        trainer = llama.make(files / "files", files / name, steps=8, **options)
+        trainer = llama.make(Path(tokenizer), files / name, steps=8, **options)
         hook, ema, hooks, paths = Counting(), EMAHook(momentum=0.1), Bus(), []
         if bus:
             hooks.add(hook, ema, *[CheckpointHook(2, by_epoch=False)] * (name != "own"))
@@ -57,7 +57,7 @@ def train(folder):
     return seen
 
 
-def save(folder):
+def save(tokenizer, folder):
     """Train with our checkpoints to a failure of the disk of one rank, and from there; return what is to compare."""
     rank = distributed.get_rank()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -72,7 +72,7 @@ def save(folder):
     files, seen = Path(folder), {}
 
     def run(name, *, full=None, hooks=(), **options):
-        trainer = llama.make(files / "files", files / name, steps=8, **{"manager": TrainbusCheckpointManager, **options})
+        trainer = llama.make(Path(tokenizer), files / name, steps=8, **{"manager": TrainbusCheckpointManager, **options})
         if hooks:
             attach(Bus(*hooks), trainer)
         error, filled = "", []

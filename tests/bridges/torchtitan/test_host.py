@@ -25,24 +25,7 @@ from trainbus.testing.host_job import Counting, assert_same, checkpoints, fails,
 from . import llama
 from .job import WARNINGS, Job
 
-pytestmark = [
-    *WARNINGS,
-    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support on cpu"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    llama.write_files(folder)
-    return folder
-
-
-@pytest.fixture
-def make(files, tmp_path):
-    """Return a function that makes a trainer, in a folder by name."""
-    return lambda name="run", **options: llama.make(files, tmp_path / name, **options)
+pytestmark = WARNINGS
 
 
 def staged():

@@ -25,36 +25,27 @@ from trainbus.testing.host_job import Counting, assert_same, checkpoints, noted
 
 from ...scripts import run_script
 from . import llama
+from .conftest import only_process
 from .job import WARNINGS
 
-pytestmark = [
-    *WARNINGS,
-    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support on cpu"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = WARNINGS
 OURS, THEIRS = TrainbusCheckpointManager, CheckpointManager
 BESIDE = {"async_mode": "async"}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    llama.write_files(folder)
-    return folder
-
-
 @pytest.fixture
-def make(files, tmp_path):
+def make(make):
     """Return a function that makes a trainer with our checkpoints, in a folder by name."""
-    return lambda name="run", **options: llama.make(files, tmp_path / name, **({"manager": OURS} | options))
+    return lambda name="run", **options: make(name, **({"manager": OURS} | options))
 
 
-@pytest.fixture
-def whole(make):
+@pytest.fixture(scope="module")
+def whole(tokenizer, tmp_path_factory):
     """The weights of a training that was never interrupted."""
-    trainer = make("whole", steps=8, manager=THEIRS, enable=False)
-    trainer.train()
-    return llama.weights(trainer)
+    with only_process():
+        trainer = llama.make(tokenizer, tmp_path_factory.mktemp("whole"), steps=8, enable=False)
+        trainer.train()
+        return llama.weights(trainer)
 
 
 def names(folder):
@@ -97,7 +88,6 @@ def test_a_command_line_that_names_its_configuration_builds_it():
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-import torch
 from torch import distributed
 from tests.bridges.torchtitan import llama, test_manager
 
@@ -145,14 +135,14 @@ MOMENTS = [
     [*((*moment, "disabled") for moment in MOMENTS), *((*MOMENTS[at], "async") for at in (0, 3, 6))],
 )
 def test_a_process_killed_in_a_save_goes_on_from_the_last_complete_one(
-    make, files, tmp_path, whole, owner, name, when, step, mode
+    make, tokenizer, tmp_path, whole, owner, name, when, step, mode
 ):
     again = name == "_set_aside"  # only where a folder of that name is replaced
     if again:
         half = tmp_path / "run/checkpoint/step-4"
         half.mkdir(parents=True)
         (half / "__0_0.distcp").write_bytes(b"of a killed training with torchtitan's own manager")
-    killed = run_script(_KILLED, tmp_path, arguments=[files, tmp_path / "run", owner, name, when, mode])
+    killed = run_script(_KILLED, tmp_path, arguments=[tokenizer, tmp_path / "run", owner, name, when, mode])
     assert killed.returncode == -9, killed.stderr
     assert [one for one in names(tmp_path / "run") if one[0] != "."] == ["step-2", *["step-4"] * (step == 4 or again)]
     trainer = make(steps=8, async_mode=mode)

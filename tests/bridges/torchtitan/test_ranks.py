@@ -9,15 +9,14 @@ pytest.importorskip("torchtitan.trainer")
 from trainbus.testing.host_job import assert_same
 
 from ...ranks.conftest import on_ranks
-from . import llama, rank_jobs
+from . import rank_jobs
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(tokenizer, tmp_path_factory):
     """What each rank has seen."""
     folder = tmp_path_factory.mktemp("ranks")
-    llama.write_files(folder / "files")
-    outcomes = on_ranks(rank_jobs.train, str(folder), folder=folder)
+    outcomes = on_ranks(rank_jobs.train, str(tokenizer), str(folder), folder=folder)
     assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
     return [one.value for one in outcomes]
 
@@ -56,11 +55,10 @@ def test_the_first_rank_tells_of_checkpoints(ranks):
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory):
+def saves(tokenizer, tmp_path_factory):
     """What each rank has seen of saves by our manager."""
     folder = tmp_path_factory.mktemp("saves")
-    llama.write_files(folder / "files")
-    outcomes = on_ranks(rank_jobs.save, str(folder), folder=folder, timeout=300)
+    outcomes = on_ranks(rank_jobs.save, str(tokenizer), str(folder), folder=folder, timeout=300)
     assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
     return [one.value for one in outcomes]
 
