@@ -40,6 +40,8 @@ settings.load_profile("quick")
 # Of the one fork server that the tests of a run share: with these a process of theirs starts in a tenth of a second.
 multiprocessing.set_forkserver_preload(
     [
+        "pytest",  # by the modules of jobs, as structlog.testing: each takes half as long as all of ours
+        "structlog.testing",
         "torch._dynamo",  # by the first optimizer that is made: more than a second
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
@@ -47,9 +49,13 @@ multiprocessing.set_forkserver_preload(
         "torchtitan.hf_datasets.text_datasets",  # where it is installed, as the next ones: five seconds
         "torchtitan.models.llama3",
         "torchtitan.trainer",
+        "trainbus.bridges",
+        "trainbus.cli",
         "trainbus.eventloop.offload.process",
-        "trainbus.hooks",
-        "trainbus.observe",
+        "trainbus.eventloop.training.loop",
+        "trainbus.hooks.checkpoint",
+        "trainbus.hooks.publishing",
+        "trainbus.observe.run_record",
     ]
 )
 
