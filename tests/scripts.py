@@ -17,6 +17,9 @@ from torch.distributed import TCPStore
 
 from trainbus.eventloop.bus import lifecycle
 
+TRAINBUS = "import sys; from trainbus import main; sys.exit(main())"
+"""The command, as the source of a script."""
+
 
 class Script:
     """A script's text that runs as ``python -c`` does, up to how the interpreter exits.

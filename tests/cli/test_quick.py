@@ -17,8 +17,10 @@ from trainbus.cli import app
 from trainbus.eventloop.checkpoint import save
 from trainbus.eventloop.checkpoint.sharded import ShardStage
 
+from ..scripts import TRAINBUS
+
 OLD = Path(__file__).parent.parent / "ranks" / "old_files" / "sharded-0.2"
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from trainbus import main; sys.exit(main())"
+WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {TRAINBUS}"
 
 
 def sharded(path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trainbus.cli.sweep import trainings
 
+from ..scripts import TRAINBUS, Script
 from ..waiting import until
 
 PARTS = """
@@ -51,16 +52,21 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(here: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trainbus", "run", "mine.toml", *words]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=here, text=True, **streams)  # type: ignore[call-overload,no-any-return]  # noqa: S603
+@pytest.fixture
+def begun(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Script]:
+    """``begun(*words)`` starts the command."""
+    return lambda *words: Script(TRAINBUS, tmp_path_factory.mktemp("printed"), cwd=here, arguments=["run", "mine.toml", *words])
 
 
-def ran(here: Path, *words: str) -> tuple[int, str]:
-    process = begun(here, *words)
-    printed, _ = process.communicate(timeout=240)
-    return process.returncode, printed
+@pytest.fixture
+def ran(begun: Callable[..., Script]) -> Callable[..., tuple[int, str]]:
+    """``ran(*words)`` runs it; returns its exit status and what it prints."""
+
+    def run(*words: str) -> tuple[int, str]:
+        done = begun(*words).wait(240)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -81,8 +87,8 @@ def test_a_comma_outside_of_brackets_and_quotes_separates_values(changes, names)
     assert len({one.changes for one in found}) == len(names)
 
 
-def test_each_product_has_a_folder_and_the_table_names_the_best(here):
-    status, printed = ran(here, "optimizer.lr=0.1,0.0", "model.width=3,4", "-n", "2")
+def test_each_product_has_a_folder_and_the_table_names_the_best(here, ran):
+    status, printed = ran("optimizer.lr=0.1,0.0", "model.width=3,4", "-n", "2")
     folders = {path.name for path in (here / "runs/mine").iterdir()}
     assert folders == {f"lr={lr}+width={width}" for lr in ("0.1", "0.0") for width in (3, 4)}
     for name in folders:
@@ -92,27 +98,30 @@ def test_each_product_has_a_folder_and_the_table_names_the_best(here):
     assert "best loss" in printed
     assert "lr=0.1+width" in printed.splitlines()[-1]
     assert "work_dir" not in printed
-    assert ran(here, "optimizer.lr=0.1,0.0")[1].startswith("2 trainings, 1 at a time → runs/mine-2/")
 
 
-def test_one_that_fails_is_told_with_its_last_lines_and_the_others_go_on(here):
-    status, printed = ran(here, "model.width=3,13", "-n", "2")
+def test_one_that_fails_is_told_with_its_last_lines_and_the_others_go_on(here, ran):
+    former = here / "runs/mine/width=3/run.json"  # of a sweep before
+    former.parent.mkdir(parents=True)
+    former.touch()
+    status, printed = ran("model.width=3,13")
     assert status == 1
-    assert "width=13  exit status 1, see runs/mine/width=13/output.log" in printed
+    assert printed.startswith("2 trainings, 1 at a time → runs/mine-2/")
+    assert "width=13  exit status 1, see runs/mine-2/width=13/output.log" in printed
     assert "13 brings bad luck" in printed
     assert "best loss" in printed
 
 
-def test_ctrl_c_goes_to_the_trainings_once_and_resume_goes_on(here):
+def test_ctrl_c_goes_to_the_trainings_once_and_resume_goes_on(here, begun, ran):
     (here / "hold").touch()
-    process = begun(here, "optimizer.lr=0.1,0.2,0.3", "-n", "2")
+    process = begun("optimizer.lr=0.1,0.2,0.3", "-n", "2")
     until(lambda: len([*here.glob("began-*")]) == 2)
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     (here / "hold").unlink()
-    printed, _ = process.communicate(timeout=240)
-    assert process.returncode == 130, printed
+    done = process.wait(240)
+    assert done.returncode == 130, done
     assert {path.name for path in (here / "runs/mine").iterdir()} == {"lr=0.1", "lr=0.2"}  # no third one began
-    status, printed = ran(here, "optimizer.lr=0.1,0.2,0.3", "-n", "2", "--resume")
+    status, printed = ran("optimizer.lr=0.1,0.2,0.3", "-n", "2", "--resume")
     assert (status, printed.count("finished")) == (0, 3), printed
     assert {path.name for path in (here / "runs").iterdir()} == {"mine"}
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from trainbus.cli import main
 from trainbus.eventloop.checkpoint import load
 
-from ..scripts import run_on_ranks
+from ..scripts import TRAINBUS, run_on_ranks
 
 PARTS = """
 import torch
@@ -51,7 +52,7 @@ default_hooks.checkpoint = { max_keep_ckpts = 1 }
 """
 
 
-RUN = "import sys; from trainbus.cli import main; sys.exit(main(['run', 'mine.toml', *sys.argv[1:]]))"
+RUN = ("run", "mine.toml")
 COLUMNS = {"COLUMNS": "100"}
 
 
@@ -67,7 +68,7 @@ def alone(here, monkeypatch):
     """``alone(*arguments)`` runs the configuration in this process."""
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield lambda *arguments: main(["run", "mine.toml", *arguments])
+    yield lambda *arguments: main([*RUN, *arguments])
     sys.modules.pop("parts", None)
 
 
@@ -76,9 +77,27 @@ def both(here):
     """``both(*arguments, status=0)`` runs it in two processes; returns how they ended."""
 
     def run(*arguments: str, status: int = 0) -> list[subprocess.CompletedProcess[str]]:
-        ended = run_on_ranks(RUN, here, cwd=here, arguments=arguments, environment=COLUMNS)
+        ended = run_on_ranks(TRAINBUS, here, cwd=here, arguments=[*RUN, *arguments], environment=COLUMNS)
         assert [one.returncode for one in ended] == [status, status], [one.stderr for one in ended]
         return ended
+
+    return run
+
+
+@pytest.fixture
+def torchrun(here):
+    """``torchrun(*words, options=())`` has it start two processes; returns how it ended."""
+
+    def run(*words: str, options: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+        return subprocess.run(  # noqa: S603 - the interpreter that runs this test
+            [*agent, "-m", "trainbus", *RUN, *words],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env={**os.environ, **COLUMNS, **variables},
+        )
 
     return run
 
@@ -88,19 +107,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in load(file)["state_dict"].items()}
 
 
-def test_two_processes_equal_one_on_the_same_global_batches(here, alone):
+def test_two_processes_equal_one_on_the_same_global_batches(here, alone, torchrun):
     assert alone("loop.work_dir=alone") == 0
     for name in ("hooks", "eventloop"):  # files of the user's with these names do not get in the way
         (here / f"{name}.py").write_text("raise AssertionError('imported in place of a package of trainbus')")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    both = subprocess.run(  # noqa: S603 - the interpreter that runs this test
-        [*torchrun, "-m", "trainbus", "run", "mine.toml", "loop.work_dir=both", "data.train.batch_size=4"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, **COLUMNS},
-    )
+    both = torchrun("loop.work_dir=both", "data.train.batch_size=4")
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("trainbus run") == both.stdout.count("files in") == 1
     one, other = weights(here / "alone"), weights(here / "both")
@@ -145,8 +156,8 @@ def test_a_resume_finds_the_run_on_the_disk_of_any_process(here, alone):
         for file in ("parts.py", "mine.toml"):
             shutil.copy(here / file, here / disk)
     (here / "runs").rename(here / "disk1/runs")
-    source = f"import os; os.chdir('disk' + os.environ['RANK']); {RUN}"
-    ended = run_on_ranks(source, here, cwd=here, arguments=["--resume"], environment=COLUMNS)
+    source = f"import os; os.chdir('disk' + os.environ['RANK']); {TRAINBUS}"
+    ended = run_on_ranks(source, here, cwd=here, arguments=[*RUN, "--resume"], environment=COLUMNS)
     assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
     assert [path.name for path in (here / "disk0/runs/mine").glob("*.safetensors")] == ["epoch_2.safetensors"]
 
@@ -157,7 +168,7 @@ def test_a_resume_finds_the_run_on_the_disk_of_any_process(here, alone):
 )
 def test_a_job_whose_restarts_torch_may_break_says_so_at_its_start(here, nodes, restarts, warned):
     job = {**COLUMNS, "PET_NNODES": nodes, "TORCHELASTIC_MAX_RESTARTS": restarts}
-    (ended,) = run_on_ranks(RUN, here, size=1, cwd=here, arguments=["loop.max_epochs=1"], environment=job)
+    (ended,) = run_on_ranks(TRAINBUS, here, size=1, cwd=here, arguments=[*RUN, "loop.max_epochs=1"], environment=job)
     assert ended.returncode == 0, ended.stderr
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.stderr) == bool(warned)
     assert warned in ended.stderr
@@ -194,29 +205,18 @@ def struck(model, batch):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "status", "starts", "last"),
-    [("os.getppid", 1, 1, "iter_*.safetensors"), ("os.getpid", 0, 2, "epoch_2.safetensors")],
+    [("os.getppid", 1, 1, "*.safetensors"), ("os.getpid", 0, 2, "epoch_2.safetensors")],
     ids=["the agent ends and passes no status on", "a worker's 75 restarts all workers"],
 )
-def test_the_agent_of_torchrun_decides_about_a_signal(here, process, status, starts, last):
+def test_the_agent_of_torchrun_decides_about_a_signal(here, torchrun, process, status, starts, last):
     (here / "parts.py").write_text(PARTS + AGENT_STRUCK.format(process=process))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    command = [
-        "-m",
-        "trainbus",
-        "run",
-        "mine.toml",
+    ended = torchrun(
         "--resume",
         "auto",
         "step=parts:struck",
         "custom_hooks=[{type='PreemptionHook'}]",
-    ]
-    ended = subprocess.run(  # noqa: S603 - the interpreter that runs this test
-        [*torchrun, *command],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, **COLUMNS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else a restart may hang
+        options=["--max-restarts=3"],
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else a restart may hang
     )
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.count("trainbus run") == starts
@@ -226,20 +226,18 @@ def test_the_agent_of_torchrun_decides_about_a_signal(here, process, status, sta
 
 
 @pytest.mark.parametrize(
-    ("source", "cause"),
+    ("change", "cause"),
     [
-        (RUN, "no_such_function"),  # before the run
-        (RUN.replace("'mine.toml'", "'mine.toml', 'step=parts:broken'"), "ZeroDivisionError"),  # in it
+        ("model=parts:no_such_function", "no_such_function"),  # before the run
+        ("step=parts:broken", "ZeroDivisionError"),  # in it
     ],
     ids=["a configuration", "a step"],
 )
-def test_a_failure_is_in_the_error_file_of_torchrun_with_its_traceback(here, source, cause):
+def test_a_failure_is_in_the_error_file_of_torchrun_with_its_traceback(here, change, cause):
     (here / "parts.py").write_text(f"{PARTS}\ndef broken(model, batch):\n    1 / 0\n")
-    arguments = ["model=parts:no_such_function"] if cause == "no_such_function" else []
     file = here / "error.json"
-    (ended,) = run_on_ranks(
-        source, here, size=1, cwd=here, arguments=arguments, environment={**COLUMNS, "TORCHELASTIC_ERROR_FILE": str(file)}
-    )
+    job = {**COLUMNS, "TORCHELASTIC_ERROR_FILE": str(file)}
+    (ended,) = run_on_ranks(TRAINBUS, here, size=1, cwd=here, arguments=[*RUN, change], environment=job)
     assert ended.returncode
     failure = json.loads(file.read_text())["message"]
     assert cause in failure["message"]
