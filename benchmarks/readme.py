@@ -82,6 +82,12 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
         ["Weights of 30 M .*S3", "Weights of 100 M .*S3"],
     ),
     ("the same to a disk", "ms", "stores", ["Weights of 30 M .*disk", "Weights of 100 M .*disk"]),
+    (
+        "resume of 100 M parameters with AdamW's state; of 20,000 tensors of 1,000: verified",
+        "ms",
+        "resuming",
+        ["Resume: 100 tensors", "Resume: 20,000"],
+    ),
     ("a bus without subscribers in a trainer: added per iteration", "µs", "bridges", ["Added to an iteration"]),
     (
         "measuring where the time goes, steps of 1 ms; 5 ms: added per iteration",

@@ -32,10 +32,12 @@ from trainbus.eventloop.training.rng import (
     Generator,
     drawn_since,
     generator_states,
+    generators_within,
     get_rng_state,
     has_workers,
     own_generators,
     random_states,
+    samplers_within,
     set_epoch,
     set_generators,
     set_random_states,
@@ -140,10 +142,13 @@ class Feed:
             self._iterator = self._continued(self.start) if self._restored_state else self._remaining(self.start)
         else:
             self._watch.begin_pass()
-            self.start = random_states(self.loader)
+            former, self.start = self.start, random_states(self.loader)
             self.used = 0
+            if former is not None and self._restored_state and self.resuming and self._left is _MISSING:
+                self._iterator = self._begun_behind(former, self.start)
+            else:
+                self._iterator = iter(self.loader)
             self._left = _MISSING
-            self._iterator = iter(self.loader)
         self.resuming = False
 
     def _continued(self, start: SavedStart) -> Iterator[Any]:
@@ -155,7 +160,17 @@ class Feed:
         set_rng_state(start.rng)
         iterator: Iterator[Any] = iter(self.loader)
         set_rng_state(now)
-        set_generators(self.loader, drawn_since(self.loader, before, self._generators))
+        # Those within parts have drawn the whole order again, and at its end that of the next pass.
+        set_generators(self.loader, drawn_since(self.loader, before, self._generators), generators_within(self.loader))
+        return iterator
+
+    def _begun_behind(self, former: SavedStart, now: SavedStart) -> Iterator[Any]:
+        """Begin the pass after one whose end the loader has restored itself; that one began with the states ``former``."""
+        if again := bool(samplers_within(self.loader)):
+            set_random_states(self.loader, former)
+        iterator: Iterator[Any] = iter(self.loader)
+        if again:
+            set_random_states(self.loader, now)
         return iterator
 
     @property

@@ -110,6 +110,8 @@ def _restore_loader(loader: Any, saved: SavedLoader, restored: set[Generator], *
     own = part is not None
     if position is None or not (position.used and own) or position.samples is not None:
         set_generators(loader, saved.generators, restored)
+    elif position.start is not None:  # a loader whose state has none of its generators draws the order of the pass again
+        set_generators(loader, position.start.generators, restored)
     if position is not None and own:
         if part is loader:
             loader.load_state_dict(position.loader)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainbus.eventloop.checkpoint import packed
 from trainbus.eventloop.device import random_states_of_devices, seed_devices, set_random_states_of_devices
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.privates import workers_of
 from trainbus.eventloop.training.schema import SavedStart
+
+_PARTS: Final = 500  # objects of a loader that are looked at
+_HELD: Final = 64  # attributes or values of each: one with more is data
 
 
 def checked_seed(seed: int) -> int:
@@ -77,20 +81,46 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 
 def own_generators(loader: Iterable[Any]) -> list[Generator | None]:
-    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing.
+    """Return the generators of a loader and its samplers in a fixed order, with repeats, and None where one is missing.
 
-    First their ``generator``, then those in other attributes, such as a sampler's ``rng``.
+    First their ``generator``, then those in other attributes, such as a sampler's ``rng``, then :func:`generators_within`.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     usual = [getattr(owner, "generator", None) for owner in owners]
-    others = [
-        value
-        for owner in owners
-        for name, value in getattr(owner, "__dict__", {}).items()
-        if name != "generator" and is_generator(value)
-    ]
-    return [one if is_generator(one) else None for one in usual] + others
+    others = [value for owner in owners for name, value in _attributes(owner).items() if name != "generator"]
+    found = [one if is_generator(one) else None for one in usual] + [one for one in others if is_generator(one)]
+    return found + [one for one in generators_within(loader) if one not in found]
+
+
+def generators_within(loader: Iterable[Any]) -> list[Generator]:
+    """Return the generators of :func:`samplers_within`."""
+    return [value for one in samplers_within(loader) for value in _attributes(one).values() if is_generator(value)]
+
+
+def samplers_within(loader: Iterable[Any]) -> list[Sampler[Any]]:
+    """Return the samplers in the parts of a loader that is no DataLoader, such as torchdata's nodes, in a fixed order.
+
+    To continue a pass, such a loader draws its order again from the beginning.
+    """
+    found: list[Sampler[Any]] = []
+    seen, parts, private = {id(loader)}, deque[Any]([loader]), deque[Any]()
+    while (parts or private) and len(seen) < _PARTS and not isinstance(loader, DataLoader):
+        part = (parts or private).popleft()  # private attributes last: a pass may change them, and so the order
+        if isinstance(part, Sampler):
+            found.append(part)
+            continue
+        held = dict(enumerate(part)) if isinstance(part, (list, tuple)) else _attributes(part)
+        for name, value in held.items() if len(held) <= _HELD else ():
+            if id(value) not in seen and (isinstance(value, (list, tuple, dict)) or hasattr(value, "__dict__")):
+                seen.add(id(value))
+                (private if str(name).startswith("_") else parts).append(value)
+    return found
+
+
+def _attributes(owner: object) -> Mapping[str, Any]:
+    held: Mapping[str, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    return held
 
 
 def is_generator(value: object) -> bool:

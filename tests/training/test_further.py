@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainbus.eventloop import Bus, Run, TrainLoop
 from trainbus.hooks import CheckpointHook
@@ -35,6 +36,50 @@ def stateful() -> Any:
     return torchdata.StatefulDataLoader(TensorDataset(torch.arange(10.0)[:, None]), shuffle=True)
 
 
+class Source:
+    """A part of a loader that holds its sampler and counts, as ``torchdata.nodes.SamplerWrapper`` does."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.sampler = RandomSampler(range(10), generator=generator)
+        self.given = 0
+
+    def begin(self, given: int) -> None:
+        """Begin a pass, without the indices that were given already."""
+        self.given = given
+        self.order: Iterator[int] = iter(self.sampler)
+        for _ in range(given):
+            next(self.order)
+
+
+class Piped:
+    """A loader of parts, with a state that has no generator's."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.stages, self.saved = [Source(generator)], 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        source = self.stages[0]
+        source.begin(self.saved)
+        if self.saved:
+            first = [*islice(source.order, 1)]
+            source.order = chain(first, source.order)
+            if not first:  # of that pass nothing is left
+                source.begin(0)
+        self.saved = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        index = next(self.stages[0].order)
+        self.stages[0].given += 1
+        return torch.tensor([[float(index)]])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.stages[0].given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.saved = state["given"]
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "a list": lambda: [[torch.tensor([[float(number)]])] for number in range(10)],
     "shuffled": shuffled,
@@ -42,6 +87,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "with a generator": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
     "without length": lambda: DataLoader(Stream()),
     "stateful": stateful,
+    "of parts": Piped,
+    "of parts, a sampler with a generator": lambda: Piped(torch.Generator().manual_seed(3)),
 }
 
 

@@ -189,10 +189,36 @@ else:
         "torchdata: StatefulDataLoader of samples with random numbers": lambda: StatefulDataLoader(
             Drawing(), BATCH, shuffle=True
         ),
-        "torchdata: nodes.Loader": lambda: nodes.Loader(
-            nodes.Batcher(nodes.SamplerWrapper(torch_data.RandomSampler(numbers())), BATCH)
-        ),
     }
+
+    def piped(sampler: Any, *stages: Callable[[Any], Any]) -> Any:
+        node = nodes.Batcher(nodes.SamplerWrapper(sampler), 2)
+        for stage in stages:
+            node = stage(node)
+        return nodes.Loader(node)
+
+    STAGES: dict[str, Callable[[Any], Any]] = {
+        "Prefetcher": lambda node: nodes.Prefetcher(node, 2),
+        "ParallelMapper": lambda node: nodes.ParallelMapper(node, tuple, num_workers=2, method="thread"),
+        "Unbatcher, Batcher": lambda node: nodes.Batcher(nodes.Unbatcher(node), 3, drop_last=False),
+    }
+    for kind, loaded in _samplers().items():
+        if not kind.startswith("BatchSampler"):
+            LOADERS[f"torchdata: nodes.Loader of {kind}"] = lambda loaded=loaded: piped(loaded().sampler)
+    for kind, stage in STAGES.items():
+        LOADERS[f"torchdata: nodes.{kind} of a sampler with a generator"] = lambda stage=stage: piped(
+            torch_data.RandomSampler(numbers(), generator=torch.Generator().manual_seed(7)), stage
+        )
+    LOADERS["torchdata: nodes.MultiNodeWeightedSampler"] = lambda: nodes.Loader(
+        nodes.MultiNodeWeightedSampler(
+            {
+                key: nodes.SamplerWrapper(torch_data.RandomSampler(numbers(), generator=torch.Generator().manual_seed(seed)))
+                for seed, key in enumerate("ab")
+            },
+            {"a": 0.3, "b": 0.7},
+            seed=5,
+        )
+    )
 
 
 class _Again:
