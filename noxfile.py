@@ -39,6 +39,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def systems(session: nox.Session) -> None:
+    """The tests of the core on this system, which need not be Linux."""
+    install(session)
+    session.run("python", "-m", "tests.systems", "here", *session.posargs)
+
+
+@nox.session
 def long(session: nox.Session) -> None:
     """The long tests."""
     install(session)

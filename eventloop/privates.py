@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures.process
 import multiprocessing.process
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.platform import at_fork
 
 Names = Mapping[str, tuple[str, str]]
 """Paths such as ``trainer.strategy._checkpoint_io``, or several of which one is there, with ``|`` between them; for each, where
@@ -175,7 +175,7 @@ def forget_processes() -> None:
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
-os.register_at_fork(after_in_child=forget_processes)
+at_fork(in_child=forget_processes)
 before_executors_end: Final[Callable[[Callable[[], object]], object]] = threading._register_atexit  # type: ignore[attr-defined]
 """Registers what is called when the main thread has ended, before executors wait for their processes, and before ``atexit``."""
 

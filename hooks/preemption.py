@@ -34,6 +34,7 @@ from trainbus.eventloop.events import (
     CheckpointCommitted,
     RunView,
 )
+from trainbus.eventloop.platform import signals as signals_named
 from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import WorkerSignals
 from trainbus.hooks.copies import CopiedAnew
@@ -74,8 +75,8 @@ class SignalDoor:
             raise ConfigurationError(f"open SignalDoor on the main thread, not on {threading.current_thread().name!r}")
         if SignalDoor.current is not None:
             raise ConfigurationError("a SignalDoor is open in this process; one is enough for all runs")
-        SignalDoor.current = self
         self.install()
+        SignalDoor.current = self
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,10 +85,14 @@ class SignalDoor:
 
     def install(self) -> None:
         """Install the handlers."""
-        for number in self.signals:
-            before = signal.getsignal(number)
-            self._previous[number] = signal.SIG_DFL if isinstance(before, _Ending) else before
-            signal.signal(number, self._handle)
+        try:
+            for number in self.signals:
+                before = signal.getsignal(number)
+                signal.signal(number, self._handle)
+                self._previous[number] = signal.SIG_DFL if isinstance(before, _Ending) else before
+        except (OSError, ValueError) as error:
+            self.restore()
+            raise ConfigurationError(f"{signal.Signals(number).name} cannot be handled here: {error}") from None
 
     def restore(self) -> None:
         """Restore the handlers from before."""
@@ -125,7 +130,7 @@ class SignalDoor:
             return
         self.restore()
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
 
 class _Ending:
@@ -155,7 +160,7 @@ class _Ending:
         if os.getpid() == self._process:
             raise RunPreempted(self._exit_code)
         signal.signal(number, signal.SIG_DFL)  # in a forked process
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
 
 @register
@@ -318,6 +323,6 @@ def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:
         raise ConfigurationError(f"signals={signals!r}: give a tuple of signals, such as (signal.SIGTERM,)") from None
     if not chosen:
         raise ConfigurationError("signals=(): give at least one signal, such as signal.SIGTERM, or remove the hook")
-    for number in {signal.SIGKILL, signal.SIGSTOP} & set(chosen):
+    for number in {*signals_named("SIGKILL", "SIGSTOP")} & set(chosen):
         raise ConfigurationError(f"{number.name} cannot be caught; give the signal that is sent before it, such as SIGTERM")
     return chosen

@@ -27,6 +27,7 @@ PUBLIC = (
     "trainbus.eventloop.terminal",
     "trainbus.eventloop.notebook",
     "trainbus.eventloop.device",  # the accelerator
+    "trainbus.eventloop.platform",  # the operating system
     "trainbus.eventloop.privates",  # undocumented names of torch that hooks use, too
     "trainbus.eventloop.seams",  # limits and clocks
     "trainbus.eventloop.world",  # whether there is a process group
@@ -255,6 +256,30 @@ def test_one_module_speaks_to_accelerators():
     assert SPEAKS_TO_ACCELERATORS.search("torch.empty(3, pin_memory=True)")
     found = {name for name in MODULES if SPEAKS_TO_ACCELERATORS.search(ast.unparse(parsed(name)))}
     assert found - {*under("trainbus.testing")} == {"trainbus.eventloop.device"}
+
+
+OF_SOME_SYSTEMS = ("fcntl", "resource", "msvcrt", "termios", "pwd", "grp", "platform")
+SYSTEMS_DIFFER = re.compile(
+    r"sys\.platform$|signal\.(pthread_sigmask|siginterrupt)$|signal\.SIG(KILL|STOP|HUP|USR1|USR2|XCPU|BREAK)$|/(proc|sys|dev)/|os\.(name|open|kill|fork|link|symlink|pread|writev)$"
+    r"|os\.(fsync|fdatasync|register_at_fork|sysconf|uname|sched_getaffinity|getppid|cpu_count|O_(BINARY|DIRECTORY|NOFOLLOW))$"
+)
+
+
+def asked_of_the_system(name: str) -> Iterator[str]:
+    """Yield modules, attributes of modules, and paths in a module that differ between systems."""
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in OF_SOME_SYSTEMS)
+        elif isinstance(node, ast.Attribute | ast.Constant):
+            text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+            if isinstance(text, str) and SYSTEMS_DIFFER.match(text):
+                yield text
+
+
+def test_one_module_speaks_to_the_operating_system():
+    assert "os.fsync" in {*asked_of_the_system("trainbus.eventloop.platform")}
+    found = {name: told for name in MODULES if (told := [*asked_of_the_system(name)])}
+    assert found.keys() - {*under("trainbus.testing")} == {"trainbus.eventloop.platform"}, found
 
 
 ASKS_FOR_ALL_PROCESSES = re.compile(r"distributed\.(is_initialized|get_rank|get_world_size)\(\)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Self
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.bus.directory import Directory
 from trainbus.eventloop.bus.internal import Internal, raise_all
 from trainbus.eventloop.bus.routes import Route
@@ -383,4 +383,4 @@ def _inert_after_fork() -> None:
 
 atexit.register(_close_at_exit)
 before_executors_end(partial(_close_at_exit, "process"))
-os.register_at_fork(after_in_child=_inert_after_fork)
+platform.at_fork(in_child=_inert_after_fork)

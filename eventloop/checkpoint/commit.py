@@ -18,12 +18,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.platform import sync_directory
 from trainbus.eventloop.user_errors import add_note, contextmanager, text_of
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
@@ -64,15 +65,15 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], M
     temporary = temporary_name(directory)
     try:
         try:
-            # O_EXCL: never write into a file that is there already. 0o666: the umask decides, as with open().
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            # O_EXCL: never write into a file that is there already.
+            descriptor = platform.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 result = fill(descriptor)
-                os.fsync(descriptor)
+                platform.sync(descriptor)
                 note_step()
             finally:
                 os.close(descriptor)
-            os.replace(temporary, name)  # noqa: PTH105
+            platform.patiently(os.replace, temporary, name)
         except BaseException as error:  # also after KeyboardInterrupt: gigabytes must not stay behind
             discard(temporary, os.unlink, error)
             raise
@@ -86,7 +87,7 @@ def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
     """Write all of ``parts``, in bounded pieces and however few bytes the system takes at a time."""
     size = sum(map(len, parts))
     # Small parts by one system call: after each one a thread waits for the GIL, and the training for that thread.
-    done = os.writev(descriptor, parts) if len(parts) > 1 and size <= CHUNK else 0
+    done = platform.write_together(descriptor, parts) if len(parts) > 1 and size <= CHUNK else 0
     if done == size:
         return
     for part in parts:
@@ -144,7 +145,7 @@ def _digest_during_sync(descriptor: int, pieces: Pieces) -> int:
     except RuntimeError:  # the interpreter is shutting down (python/cpython#104690), and the last checkpoint matters most
         return crc32(pieces)
     # Of the data so far; the caller syncs the rest, once the file is complete.
-    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+    platform.sync_data(descriptor)
     note_step()
     thread.join()
     return made[0] if made else crc32(pieces)  # if it failed in the thread, this raises its error
@@ -167,29 +168,15 @@ def _failed(what: str, error: Exception) -> CheckpointError:
 
 def temporary_name(directory: str) -> str:
     """Return a free name in ``directory``."""
-    # Not derived from the final name: that one may be as long as the file system allows. Unlike random bytes, the thread and
-    # the time take no system call.
-    unique = f"{os.getpid():x}-{threading.get_ident():x}-{time.time_ns():x}"
-    return os.path.join(directory, f"{TEMPORARY_PREFIX}{unique}.tmp")  # noqa: PTH118
+    # Not derived from the final name: that one may be as long as the file system allows.
+    return os.path.join(directory, f"{TEMPORARY_PREFIX}{platform.unique_name()}.tmp")  # noqa: PTH118
 
 
 def discard(name: str, remove: Callable[[str], object], error: BaseException) -> None:
     """Remove the unfinished file ``name``; if that fails, add a note to ``error``."""
     try:
-        remove(name)
+        platform.patiently(remove, name)
     except FileNotFoundError:
         pass
     except Exception as second:  # noqa: BLE001 - the first failure is the one to report
         add_note(error, f"and the unfinished file {name} could not be removed: {text_of(second)}")
-
-
-def sync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make the names in a directory durable, where the file system can."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a directory
-            raise
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from trainbus.eventloop.checkpoint.commit import failing, sync_directory, temporary_name
+from trainbus.eventloop import platform
+from trainbus.eventloop.checkpoint.commit import failing, temporary_name
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.log import get_logger
 
@@ -30,12 +31,8 @@ def sync_folder(folder: Path) -> None:
     """Make the files of a folder durable."""
     with failing(f"cannot write {folder}"):
         for path in (*folder.rglob("*"), folder):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(folder.parent)
+            platform.sync_path(path)
+        platform.sync_directory(folder.parent)
 
 
 def commit_folder(written: Path, folder: Path, *, replace: bool = False, known: Collection[str] = ()) -> None:
@@ -52,16 +49,16 @@ def commit_folder(written: Path, folder: Path, *, replace: bool = False, known: 
     former = _set_aside(folder, replace=replace) if folder.exists() else None
     with failing(f"cannot write {folder}"):
         try:
-            written.rename(folder)
+            platform.patiently(written.rename, folder)
         except OSError:
             if former is not None:
-                former.rename(folder)
+                platform.patiently(former.rename, folder)
             raise
-        sync_directory(folder.parent)
+        platform.sync_directory(folder.parent)
     if former is not None and unknown:
         kept = free_name(folder.with_name(f"{FORMER_PREFIX}{folder.name}"))
         with failing(f"cannot keep the former {folder}"):
-            former.rename(kept)
+            platform.patiently(former.rename, kept)
         log.warning(
             "the former folder has other files than the checkpoint, so it is kept",
             id="former-folder-kept",
@@ -93,7 +90,7 @@ def remove_leftover(folder: Path) -> None:
     """
     if folder.is_dir():
         with failing(f"cannot remove {folder}"):
-            shutil.rmtree(folder)
+            platform.patiently(shutil.rmtree, folder)
         log.info("removed a folder that a killed process left behind", path=str(folder))
 
 
@@ -103,7 +100,7 @@ def discard_folder(folder: Path) -> None:
         if folder.is_symlink():
             folder.unlink()
         else:
-            shutil.rmtree(folder)
+            platform.patiently(shutil.rmtree, folder)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -124,7 +121,7 @@ def free_name(path: Path) -> Path:
 def keep_as_old(path: Path) -> Path:
     """Rename a file or folder whose name is needed to the first free one of ``NAME.old``, ``NAME.old-2`` …; return that."""
     kept = free_name(path.with_name(f"{path.name}.old"))
-    path.rename(kept)
+    platform.patiently(path.rename, kept)
     return kept
 
 
@@ -133,14 +130,14 @@ def _set_aside(folder: Path, *, replace: bool = False) -> Path:
         raise CheckpointError(f"{folder} has no {STATE_FILE}, so it is not a checkpoint of this bus: move it away")
     aside = Path(temporary_name(str(folder.parent)))
     with failing(f"cannot remove {folder}"):
-        folder.rename(aside)
-        sync_directory(folder.parent)
+        platform.patiently(folder.rename, aside)
+        platform.sync_directory(folder.parent)
     return aside
 
 
 def _link_or_copy(source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        platform.link_file(source, target)
     except FileNotFoundError:
         raise
     except OSError:

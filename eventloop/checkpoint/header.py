@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, Header, Tensor
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from trainbus.eventloop.checkpoint.unpack import body_of, plain
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.platform import memory_of_machine
 from trainbus.eventloop.user_errors import contextmanager
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
@@ -132,13 +132,8 @@ def checkpoints_in(directory: AnyPath) -> Iterator[AnyPath]:
 
 def check_memory(size: int) -> None:
     """Raise CheckpointDamagedError if this machine, or this container, has less memory (used or not) than ``size`` bytes."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
-        try:
-            limits.append(int(Path(file).read_text()))
-        except (OSError, ValueError):  # the file is missing, or says "max"
-            continue
-    if size > (memory := min(limits)):
+    memory = memory_of_machine()
+    if memory is not None and size > memory:
         raise CheckpointDamagedError(f"it needs {size:,} bytes of memory, and this machine has {memory:,}")
 
 

@@ -7,26 +7,24 @@ first. Huge pages make it 1,200 ms there: with files in the page cache, the kern
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
 import threading
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
+
+from trainbus.eventloop.platform import map_pages
 
 _FROM: Final = 16 << 20
 """Bytes from which this pays: below, the thread would take as long to start."""
 _STEP: Final = 16 << 20
-_POPULATE_WRITE: Final = 23
-"""``MADV_POPULATE_WRITE`` of Linux 5.14; the module ``mmap`` has no name for it, and holds the GIL in ``madvise``."""
 
 
 def allocate(size: int) -> torch.Tensor:
     """Return ``size`` uninitialised bytes on the CPU, as ``torch.empty`` does."""
     flat = torch.empty(size, dtype=torch.uint8)
-    if size >= _FROM and sys.platform == "linux":
+    if size >= _FROM:
         with suppress(RuntimeError):  # the interpreter is shutting down (python/cpython#104690)
             threading.Thread(target=_map, args=(flat,), name="trainbus-memory", daemon=True).start()
     return flat
@@ -34,9 +32,7 @@ def allocate(size: int) -> torch.Tensor:
 
 def _map(flat: torch.Tensor) -> None:
     """Map the pages ahead of the copy. What was copied already stays."""
-    advise: Any = ctypes.CDLL(None).madvise
     begin, end = (place // mmap.PAGESIZE * mmap.PAGESIZE for place in (flat.data_ptr(), flat.data_ptr() + flat.numel()))
     for start in range(begin, end, _STEP):
-        length = min(_STEP, end - start)
-        if advise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE):
-            return  # an older kernel: the copy maps them
+        if not map_pages(start, min(_STEP, end - start)):
+            return  # the copy maps them

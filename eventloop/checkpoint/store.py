@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.checkpoint.commit import (
     CHUNK,
     Pieces,
     commit_file,
     discard,
     failing,
-    sync_directory,
     temporary_name,
     write_all,
     write_sealed,
@@ -59,11 +59,11 @@ def as_path(location: AsPath) -> AnyPath:
         return Path(os.path.expanduser(location))  # noqa: PTH111 - Path.expanduser() raises for an unknown user
     text = os.path.expanduser(os.fspath(location))  # noqa: PTH111
     if re.match(r"file:/(?!/)", text, re.IGNORECASE):  # a URL that another program has normalised; it decodes nothing
-        return Path(text[len("file:") :])
+        return Path(platform.path_of_url(text[len("file:") :]))
     if not _URL.match(text):
         return Path(text)
     if text.lower().startswith("file://"):
-        return Path(unquote(urlsplit(text).path))
+        return Path(platform.path_of_url(unquote(urlsplit(text).path)))
     return RemotePath(text)
 
 
@@ -139,16 +139,16 @@ def _link(existing: Path, new: Path) -> bool:
         temporary = Path(temporary_name(str(new.parent)))
         try:
             try:
-                temporary.hardlink_to(existing)
+                platform.link_file(existing, temporary)
             except FileNotFoundError:
                 raise
             except OSError:
                 return False  # another file system, or one without hard links
-            temporary.replace(new)
+            platform.patiently(temporary.replace, new)
         except BaseException as error:
             discard(str(temporary), os.unlink, error)
             raise
-    sync_directory(new.parent)
+    platform.sync_directory(new.parent)
     return True
 
 
@@ -161,7 +161,7 @@ def symlink(existing: str | os.PathLike[str], new: str | os.PathLike[str]) -> No
     if not existing.exists():
         return
     if new.is_dir() and not new.is_symlink():
-        shutil.rmtree(new)
+        platform.patiently(shutil.rmtree, new)
         log.info("removed a folder whose name another one gets", path=str(new))
     temporary = Path(temporary_name(str(new.parent)))
     try:
@@ -170,8 +170,8 @@ def symlink(existing: str | os.PathLike[str], new: str | os.PathLike[str]) -> No
         link(existing, new)
         return
     with failing(f"cannot link {new} to {existing}"):
-        temporary.replace(new)
-        sync_directory(new.parent)
+        platform.patiently(temporary.replace, new)
+        platform.sync_directory(new.parent)
 
 
 def remove(path: AsPath) -> None:
@@ -184,8 +184,8 @@ def remove(path: AsPath) -> None:
         remove_folder(path)
         return
     with failing(f"cannot remove {path}"):
-        path.unlink(missing_ok=True)
-        sync_directory(path.parent)
+        platform.patiently(path.unlink, missing_ok=True)
+        platform.sync_directory(path.parent)
 
 
 def make_directory(directory: AsPath) -> None:
@@ -204,10 +204,10 @@ def make_directory(directory: AsPath) -> None:
             missing = not each.is_dir()
             if missing:
                 each.mkdir(exist_ok=True)  # another process may make it at the same moment
-            if each == each.parent or (not missing and each.is_mount()):
+            if each == each.parent or (not missing and os.path.ismount(each)):
                 continue
             try:
-                sync_directory(each.parent)
+                platform.sync_directory(each.parent)
             except PermissionError:
                 if missing:
                     raise
@@ -252,9 +252,9 @@ def remove_directory(directory: AnyPath, files: Sequence[AnyPath]) -> None:
         return
     with failing(f"cannot remove {directory}"):
         for file in files:
-            Path(str(file)).unlink(missing_ok=True)
+            platform.patiently(Path(str(file)).unlink, missing_ok=True)
         with suppress(FileNotFoundError):  # another process has removed it
-            directory.rmdir()  # which fails if something else has come into it
+            platform.patiently(directory.rmdir)  # which fails if something else has come into it
 
 
 def _modified(path: Path) -> float | None:
@@ -266,7 +266,7 @@ def _modified(path: Path) -> float | None:
 
 def is_plain_name(name: object) -> TypeGuard[str]:
     """Return True if ``name`` is text that can name a file in a directory, and nothing outside of it."""
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+    if not isinstance(name, str) or name in ("", ".", "..") or {*name} & {*platform.NOT_IN_NAMES, "\0"}:
         return False
     try:
         return len(os.fsencode(name)) <= _LONGEST_NAME

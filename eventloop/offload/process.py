@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
+from io import BytesIO
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from tempfile import TemporaryFile
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.checks import check_returned
 from trainbus.eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
 from trainbus.eventloop.log import get_logger
@@ -37,9 +39,9 @@ _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, 
 CONTEXT: Final[Seam[BaseContext]] = Seam(multiprocessing.get_context("spawn"))
 """How worker processes are started."""
 # Signals to the program, which its children get too (Ctrl-C, a scheduler's SIGTERM): the program decides when workers end.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+_SIGNALS = platform.signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
 _no_fork = threading.RLock()  # while a worker starts: a fork would hold the pipe whose end tells the executor of its death
-os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
+platform.at_fork(before=_no_fork.acquire, in_parent=_no_fork.release, in_child=_no_fork.release)
 
 log = get_logger()
 
@@ -76,6 +78,7 @@ class ProcessCaller(Caller):
                 self._run(delivery)
             self._file.seek(0)
             Pickler(self._file, 5).dump(what)
+            self._file.truncate()
             self._file.flush()
             began, ended, error, pickled = self._run(delivery, [*self._handlers].index(delivery.lane))
         finally:
@@ -99,20 +102,21 @@ class ProcessCaller(Caller):
 
     def stop(self) -> None:
         """End the worker, in order if it does so within a few seconds."""
-        if self._process is not None and self._lose() == -signal.SIGKILL and self._grace:
+        if self._process is not None and self._lose() == platform.KILLED and self._grace:
             log.warning("a worker process did not end in time and was killed", id="worker-killed", handler=self._label)
 
     def _start(self) -> None:
         handlers = pickle.dumps([*self._handlers.values()])  # first: fails where a name leads nowhere
         self._file = TemporaryFile()  # noqa: SIM115 - until the worker ends
-        inherited = Connection(os.dup(self._file.fileno()))  # only as that does multiprocessing pass a descriptor on
+        inherited = platform.inheritable(self._file.fileno())
+        self._shared = inherited is not None
         self._executor = ProcessPoolExecutor(1, CONTEXT.value, _begin, (inherited, handlers))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the worker, until _begin
+        waiting = platform.block_signals(_SIGNALS)  # in the worker, until _begin
         try:
             with _no_fork:
                 self._executor.submit(int)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            platform.unblock_signals(waiting)
         self._process = process_of(self._executor)
 
     def _run(self, delivery: Delivery, number: int | None = None) -> Any:
@@ -120,7 +124,7 @@ class ProcessCaller(Caller):
         try:
             if number is None:
                 return self._executor.submit(int).result()
-            return self._executor.submit(_call, number).result(delivery.timeout)
+            return self._executor.submit(_call, number, None if self._shared else self._content()).result(delivery.timeout)
         except TimeoutError:
             self._process.kill()
             self._lose()
@@ -131,6 +135,10 @@ class ProcessCaller(Caller):
                 died += ", before it took any event: stderr says why. A script that uses worker processes is imported by them: "
                 died += 'it must start its work under `if __name__ == "__main__":`'
             raise WorkerDiedError(died, started=number is not None) from None
+
+    def _content(self) -> bytes:
+        self._file.seek(0)
+        return self._file.read()
 
     def _lose(self) -> int:
         """End the worker, kill it if that takes too long, and return its exit code."""
@@ -157,13 +165,12 @@ def _described(error: BaseException) -> OffloadError:
 _mine: list[Any] = []  # the descriptor of the file, and the handlers
 
 
-def _begin(file: Connection, handlers: bytes) -> None:
+def _begin(file: Connection | None, handlers: bytes) -> None:
     _mine[:] = file, pickle.loads(handlers)  # noqa: S301 - from the program
     for number in _SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
-        signal.signal(number, lambda *_: None)
-        signal.siginterrupt(number, False)  # a read in the handler's C code continues
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        platform.handle_signal(number, lambda *_: None)
+    platform.unblock_signals(_SIGNALS)
     torch.set_num_threads(1)  # the training needs the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -174,11 +181,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _call(number: int) -> tuple[int, int, Exception | None, bytes]:
+def _call(number: int, sent: bytes | None) -> tuple[int, int, Exception | None, bytes]:
     file, handlers = _mine
     began, error, pickled = time.perf_counter_ns(), None, b""
     try:
-        with open(file.fileno(), "rb", closefd=False) as data:
+        with BytesIO(sent) if sent is not None else open(file.fileno(), "rb", closefd=False) as data:
             data.seek(0)
             what = pickle.load(data)  # noqa: S301 - from the program
         check_returned(handlers[number](what))

@@ -28,6 +28,7 @@ from trainbus.eventloop.events import Event, RunView
 from trainbus.eventloop.events.event import lineage, registry
 from trainbus.eventloop.events.mount_points import BUILTIN
 from trainbus.eventloop.log import collected
+from trainbus.eventloop.platform import most_memory
 from trainbus.eventloop.terminal import cell, plain, printable
 from trainbus.eventloop.training.limits import limited_to, shortest
 from trainbus.eventloop.training.loaders import length_of
@@ -360,12 +361,7 @@ def _is_of_user(name: str) -> bool:
 def _memory(device: torch.device) -> int | None:
     if (most := most_memory_allocated(device)) is not None:
         return most
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return most_memory()
 
 
 def _duration(seconds: float | None, unknown: str) -> str:

@@ -6,7 +6,6 @@ In another trainer's folder the files of an earlier run are moved to a subfolder
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.bus import Hook
 from trainbus.eventloop.checkpoint import SCORES, AnyPath, checkpoints_in, is_checkpoint
 from trainbus.eventloop.checkpoint.shards import stranded
@@ -61,7 +61,7 @@ def move_aside(folder: Path, hooks: Iterable[Hook]) -> Path | None:
     aside = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
     for path in dict.fromkeys(found):
         (aside / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-        path.rename(aside / path.relative_to(folder))
+        platform.patiently(path.rename, aside / path.relative_to(folder))
     return aside
 
 
@@ -116,7 +116,7 @@ def numbered(wanted: F, number: int) -> F:
 
 
 class DirectoryLock:
-    """Lock a directory, created if missing, by ``flock`` on a file in it, until :meth:`release` or the end of this process.
+    """Lock a directory, created if missing, by a lock on a file in it, until :meth:`release` or the end of this process.
 
     If the file system supports no locks, or fails at that moment, a warning is logged, and the training continues.
 
@@ -155,10 +155,14 @@ class DirectoryLock:
         _held.discard(self)
         try:
             try:
-                if self._descriptor is not None and self._is_file(self._descriptor):
+                mine = self._descriptor is not None and self._is_file(self._descriptor)
+                if mine and not platform.IN_USE_STAYS:
                     self._file.unlink()  # while locked: whichever process opened it meanwhile checks that it still exists
             finally:
                 self.forget()
+            if mine and platform.IN_USE_STAYS:
+                with suppress(PermissionError):  # a process that opened it meanwhile locks it
+                    self._file.unlink()
         except OSError as error:  # from close(), too
             log.warning(
                 "a lock file cannot be removed; it no longer locks anything",
@@ -174,11 +178,10 @@ class DirectoryLock:
             os.close(descriptor)
 
     def _take(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
-            descriptor = os.open(self._file, flags, 0o666)
+            descriptor = platform.open_file(self._file, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                platform.lock(descriptor)
                 if self._is_file(descriptor):  # else its former holder removed it meanwhile
                     os.ftruncate(descriptor, 0)
                     os.write(descriptor, _this_process().encode())
@@ -221,4 +224,4 @@ def _forget_in_child() -> None:
 
 
 # Else a DataLoader worker that outlives its parent would keep the lock.
-os.register_at_fork(after_in_child=_forget_in_child)
+platform.at_fork(in_child=_forget_in_child)

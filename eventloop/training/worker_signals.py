@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 
 _active: list[WorkerSignals] = []
-os.register_at_fork(after_in_child=_active.clear)
+platform.at_fork(in_child=_active.clear)
 
 
 class WorkerSignals:
@@ -66,8 +67,7 @@ class WorkerSignals:
         """Handle the signals in a worker; torch has installed its own handlers before."""
         for number in self.signals:
             # A handler instead of SIG_IGN, which programs started by the dataset would inherit.
-            signal.signal(number, self._on_signal)
-            signal.siginterrupt(number, False)  # do not interrupt reads in C code
+            platform.handle_signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._ignored:
@@ -85,24 +85,22 @@ def starting_workers(loader: Iterable[Any]) -> Iterator[None]:
     if not _active or not getattr(held, "num_workers", 0) or not hasattr(held, "worker_init_fn"):
         yield
         return
-    own, blocked = held.worker_init_fn, set[signal.Signals]()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    own, waiting = held.worker_init_fn, set[signal.Signals]()
     if (held.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
         _active[0].tell_of_fork_server()  # it would keep a mask for all processes that it will ever start
     else:  # a worker inherits the mask, so that a signal waits until its handler is there
-        blocked.update(number for one in _active for number in one.signals if number not in before)
-    held.worker_init_fn = partial(_begin, [*_active], own, blocked)
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        waiting = platform.block_signals({number for one in _active for number in one.signals})
+    held.worker_init_fn = partial(_begin, [*_active], own, waiting)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        platform.unblock_signals(waiting)
         held.worker_init_fn = own
 
 
-def _begin(active: list[WorkerSignals], own: Any, blocked: set[signal.Signals], worker: int) -> None:
+def _begin(active: list[WorkerSignals], own: Any, waiting: set[signal.Signals], worker: int) -> None:
     for one in active:
         one(worker)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    platform.unblock_signals(waiting)
     if own is not None:
         own(worker)

@@ -7,7 +7,7 @@ import csv
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar
 
-from trainbus.eventloop import check_options
+from trainbus.eventloop import check_options, platform
 from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX
 from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt
@@ -64,7 +64,7 @@ class CSVWriter(FileWriter):
             columns = [*next(lines, []), *names]
             rows.writerow(columns)
             rows.writerows(line + [""] * (len(columns) - len(line)) for line in lines)
-        copy.replace(self.path)
+        platform.patiently(copy.replace, self.path)
         self._file = self.open_file()
 
     def open_to_append(self) -> BinaryIO:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, ClassVar, Final
 
-from trainbus.eventloop import ConfigurationError, get_logger
+from trainbus.eventloop import ConfigurationError, get_logger, platform
 from trainbus.eventloop.checkpoint import commit_bytes, keep_as_old
 from trainbus.eventloop.events import RunView, Slot
 from trainbus.hooks.writers.base import RunFacts, Where, Writer
@@ -97,8 +97,7 @@ class FileWriter(Writer):
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o666)
+            descriptor = platform.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -130,7 +129,7 @@ class FileWriter(Writer):
     def sync(self) -> None:
         self.flush()
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            platform.sync(self._file.fileno())
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -213,13 +212,13 @@ def _cut_incomplete_line(descriptor: int, path: Path) -> None:
     size = end = status.st_size
     while end:
         begin = max(0, end - 4096)
-        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        newline = platform.read_at(descriptor, end - begin, begin).rfind(b"\n")
         if newline >= 0:
             end = begin + newline + 1
             break
         end = begin
     if end < size:
-        lost = os.pread(descriptor, min(size - end, 200), end).decode(errors="replace")
+        lost = platform.read_at(descriptor, min(size - end, 200), end).decode(errors="replace")
         log.warning(
             "removed an incomplete last line, which a killed process left",
             id="incomplete-line-removed",

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
-from trainbus.eventloop import get_logger
+from trainbus.eventloop import get_logger, platform
 from trainbus.hooks.writers.base import RunFacts
 from trainbus.hooks.writers.csv_table import CSVWriter
 
@@ -40,7 +40,7 @@ def _send_one(path: Path, copy: Path, *, move: bool) -> Path:
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)
     if move:
-        path.unlink()
+        platform.patiently(path.unlink)
         log.info("moved a file", path=str(path), to=str(copy))
     return copy
 

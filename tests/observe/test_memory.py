@@ -9,7 +9,7 @@ from torch import nn
 from trainbus.eventloop import Bus, Hook
 from trainbus.eventloop.seams import CLOCK
 from trainbus.observe import memory
-from trainbus.observe.memory import Memory, kept_by, resident
+from trainbus.observe.memory import Memory, kept_by
 
 from ..hooks.conftest import loss_of, make_loop
 
@@ -19,13 +19,6 @@ class Keeps(Hook):
         self.kept: list = []
 
     def after_train_iter(self, event): ...
-
-
-def test_the_resident_memory_is_that_of_this_process(tmp_path):
-    before = resident()
-    array = np.ones(8 << 20)
-    assert resident() - before > array.nbytes // 2
-    assert resident(tmp_path / "none") > 1 << 20  # without /proc, the most so far
 
 
 def test_the_objects_of_a_hook_are_its_own_with_tensors_and_arrays():

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainbus.cli.common import to_terminal, write_json
+from trainbus.eventloop import platform
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.plain import without_secrets
 from trainbus.eventloop.terminal import cell
@@ -107,7 +108,7 @@ def _installed(names: tuple[str, ...]) -> dict[str, str]:
 def _disks() -> Iterator[tuple[str, Path]]:
     yield "this folder", Path.cwd()
     yield "temporary files", Path(tempfile.gettempdir())
-    if (shared := Path("/dev/shm")).is_dir():  # noqa: S108 - to look at, not to write to
+    if (shared := platform.shared_memory()) is not None:
         yield "shared memory", shared
 
 
@@ -121,8 +122,7 @@ def _problems() -> Iterator[str]:
             yield f"{name} ({path}) has only {filesize.decimal(free)} left, and {what}: make room, or use another one"
     if not os.access(Path.cwd(), os.W_OK):
         yield f"{Path.cwd()} cannot be written, so a run needs work_dir= elsewhere"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _cores_of_container()
+    cores, limit = platform.cores(), platform.cores_of_container()
     if torch.get_num_threads() > min(cores, limit or cores):
         usable = min(cores, limit or cores)
         yield f"torch uses {torch.get_num_threads()} threads on {usable:g} cores: set OMP_NUM_THREADS={max(1, int(usable))}"
@@ -136,13 +136,6 @@ def _problems() -> Iterator[str]:
         except Exception as error:  # noqa: BLE001 - which is what to tell
             yield f"{module} cannot be imported: {described(error)}"
     yield from _too_old()
-
-
-def _cores_of_container() -> float | None:
-    with suppress(OSError, ValueError):
-        quota, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().strip().partition(" ")
-        return float(quota) / float(period)
-    return None
 
 
 def _too_old() -> Iterator[str]:

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from trainbus.cli.common import say
 from trainbus.cli.runs import show_best
 from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.platform import cores, pass_signal
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.observe import find_runs
 
@@ -122,7 +123,7 @@ class _Processes:
     def __init__(self, number: int) -> None:
         self._environment = os.environ | {"COLUMNS": "120"}
         # Each would otherwise take all cores, and together they would be slower than one after the other.
-        self._environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
+        self._environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = Lock()
         self._stop = Event()
@@ -156,7 +157,7 @@ class _Processes:
         def pass_on(number: int, frame: FrameType | None) -> None:
             self._stop.set()
             for process in [*self._running]:
-                process.send_signal(number)
+                pass_signal(process, number)
 
         before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

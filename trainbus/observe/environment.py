@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from trainbus.eventloop import platform
 from trainbus.eventloop.bounds import Count
 from trainbus.eventloop.plain import command_without_secrets
 
@@ -56,10 +56,10 @@ class Process(msgspec.Struct, frozen=True):
     began: str
 
     def lives(self) -> bool | None:
-        """Return whether the process is running; None if it is on another machine."""
+        """Return whether the process is running; None if it is on another machine, or cannot be asked."""
         if self.host != socket.gethostname():
             return None
-        return self == this_process(self.pid) and _exists(self.pid)
+        return platform.is_running(self.pid) if self == this_process(self.pid) else False
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -83,44 +83,15 @@ def environment() -> Environment:
 def this_process(pid: int | None = None) -> Process:
     """Return the identity of this process, or of another one on this machine."""
     pid = os.getpid() if pid is None else pid
-    boot = _read("/proc/sys/kernel/random/boot_id").strip()
-    # The name of the command, in parentheses, may hold spaces. The 20th field behind it is the start time.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return Process(pid, socket.gethostname(), boot, fields[19] if len(fields) > 19 else "")
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return Process(pid, socket.gethostname(), *platform.began(pid))
 
 
 def _machine() -> Computer:
     from trainbus.eventloop.device import device_names
 
-    names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
-    memory = 0
-    with suppress(ValueError, OSError):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processor = names[0] if names else platform.machine()
-    return Computer(socket.gethostname(), _system(), processor, cores, memory, device_names())
-
-
-def _system() -> str:
-    """Return the names of the system, its release and the machine, such as ``Linux-6.8.0-x86_64-with-glibc2.36``.
-
-    ``platform.platform()`` and ``platform.processor()`` run a program, ``uname -p``, with a pipe (see :func:`_git`).
-    """
-    if not hasattr(os, "uname"):
-        return platform.platform()  # no workers are forked there
-    name = os.uname()
-    library = "".join(platform.libc_ver())
-    return "-".join([name.sysname, name.release, name.machine, *(["with", library] if library else [])])
+    memory = platform.memory_of_machine(container=False) or 0
+    host, cores = socket.gethostname(), platform.cores()
+    return Computer(host, platform.system(), platform.processor(), cores, memory, device_names())
 
 
 def versions() -> dict[str, str]:
@@ -129,7 +100,7 @@ def versions() -> dict[str, str]:
 
     import torch
 
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found = {"python": sys.version.partition(" ")[0], "torch": str(torch.__version__)}
     with suppress(metadata.PackageNotFoundError):
         found["trainbus"] = metadata.version("trainbus")
     return found
@@ -168,10 +139,3 @@ def _git(folder: Path) -> Git | None:
         return Git(ask("rev-parse", "HEAD"), ask("rev-parse", "--abbrev-ref", "HEAD"), clean=not changed)
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or no commit
         return None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -9,17 +9,16 @@ with pauses, so that training continues. (tracemalloc would name lines, but it m
 from __future__ import annotations
 
 import gc
-import resource
 import sys
 import time
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from trainbus.eventloop.platform import memory_in_use
 from trainbus.eventloop.seams import CLOCK, Seam
 from trainbus.observe.costs import Growth
 
@@ -32,14 +31,6 @@ MOST_OBJECTS: Final = Seam(200_000)  # of one hook
 _PAUSE_EVERY: Final = 500  # objects, about 0.5 ms
 _LEAST: Final = 16  # bytes that a hook must keep per iteration to be reported
 _FEW_GRAPHS: Final = 0.01  # per iteration: each may be far larger than its tensor
-
-
-def resident(statm: Path = Path("/proc/self/statm")) -> int:
-    """Return the resident bytes of this process; without /proc, the peak so far."""
-    with suppress(OSError):
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
 
 
 class _Sample(NamedTuple):
@@ -64,7 +55,7 @@ class _Look(NamedTuple):
 class Memory:
     """Samples of the memory of the process, in bounded space."""
 
-    def __init__(self, read: Callable[[], int] = resident) -> None:
+    def __init__(self, read: Callable[[], int] = memory_in_use) -> None:
         self._read = read
         self.resident = read()  # resident bytes at the last sample
         self._samples: list[_Sample] = []

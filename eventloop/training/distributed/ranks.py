@@ -7,10 +7,8 @@ import re
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
@@ -22,6 +20,7 @@ from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import is_sharded
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.platform import command_of_parent
 from trainbus.eventloop.privates import default_store, default_timeout, tcp_store
 from trainbus.eventloop.training.coordinator import Coordinator, Requests
 from trainbus.eventloop.training.distributed.collectives import Collectives
@@ -125,10 +124,8 @@ def _elastic() -> dict[str, str]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     given = os.environ.get("PET_NNODES", "")  # torchrun's own variable
-    with suppress(OSError):  # of another system than Linux
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")  # of the agent
-        found = re.search(r"--nnodes[= ](\S+)", words)
-        given = found[1] if found else given
+    if found := re.search(r"--nnodes[= ](\S+)", command_of_parent()):  # the agent's, on Linux
+        given = found[1]
     fewest, _, most = given.partition(":")
     grows = fewest.isdecimal() and most.isdecimal() and int(most) > max(int(fewest), 1)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")

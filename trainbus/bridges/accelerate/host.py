@@ -18,6 +18,7 @@ from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, discard_folder, files_in, free_name, remove_leftover
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.platform import patiently
 from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
@@ -153,7 +154,7 @@ class AcceleratorSaves(Bridge):
         numbered = [(int(found[1]), path) for path in directory.iterdir() if (found := _NAMED.fullmatch(path.name))]
         for _, path in sorted(numbered)[:-limit] if limit else ():
             aside = free_name(directory.parent / f"{TEMPORARY_PREFIX}{path.name}.old")
-            path.rename(aside)
+            patiently(path.rename, aside)
             discard_folder(aside)
             log.debug("removed an old checkpoint", path=str(path))
 

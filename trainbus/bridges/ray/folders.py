@@ -27,6 +27,7 @@ from trainbus.eventloop.checkpoint import (
 )
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.platform import patiently
 from trainbus.eventloop.training.saves.discover import is_candidate, peek
 
 _PREFIX: Final = "checkpoint_"
@@ -97,7 +98,7 @@ class LinkedFolders:
         for source, name in _parts(file):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             link(source, unfinished / name)
-        unfinished.rename(found)
+        patiently(unfinished.rename, found)
         return found
 
     def fill(self, folder: AnyPath, file: AnyPath) -> None:

@@ -17,7 +17,7 @@ from trainbus.eventloop.bus import Bus, Subscription
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.measure.spans import FIELDS, Spans
 from trainbus.eventloop.offload import Deadline
-from trainbus.observe.memory import resident
+from trainbus.eventloop.platform import memory_in_use
 from trainbus.observe.trace.chrome import write_trace
 from trainbus.observe.trace.tracks import Counter, Tracks, Window
 
@@ -128,7 +128,7 @@ class Tracer:
 
     def _sample(self) -> None:
         now = perf_counter_ns()
-        _note(self._memory, now, resident() // 1_000_000)
+        _note(self._memory, now, memory_in_use() // 1_000_000)
         for one in self._bus.subscriptions:
             if one.lane is not None:
                 if one not in self._queues:
