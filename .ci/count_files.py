@@ -274,13 +274,13 @@ if __name__ == "__main__":
         report("an event, to an async handler", event(is_async=True), (7, 31), (7, 31)),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), (7, 30), (7, 30)),
         report("an iteration of a TrainLoop", iteration(), (10, 25), (12, 27)),
-        report("a checkpoint, from checkpoints.save to its event", checkpoint(), (26, 170), (12, 90)),
-        report("a resume, to before_train", resume(), (76, 365), (25, 130)),
+        report("a checkpoint, from checkpoints.save to its event", checkpoint(), (27, 176), (12, 90)),
+        report("a resume, to before_train", resume(), (77, 367), (25, 130)),
         *(
             [report("a step of an attached Lightning trainer", fewest(attached_step), (12, 31), (12, 31))]
             if find_spec("lightning")
             else []
         ),
-        report("trainbus run, to the first batch", command(), (118, 522), (60, 350)),
+        report("trainbus run, to the first batch", command(), (119, 527), (60, 350)),
     ]
     sys.exit(not all(good))

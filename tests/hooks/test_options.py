@@ -130,7 +130,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
     ],
     hooks.PreemptionHook: [
         *(({"signals": one}, "signals=") for one in ((), signal.SIGTERM, ("SIGTREM",), (4711,))),
-        ({"signals": (signal.SIGKILL,)}, "SIGKILL"),
+        ({"signals": ("SIGKILL",)}, "SIGKILL"),
         *(({"exit_code": one}, f"exit_code={one!r}") for one in (0, 256, "75")),
     ],
     hooks.ProfilerHook: [
