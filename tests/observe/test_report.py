@@ -24,7 +24,7 @@ from trainbus.observe.curves import BATCH, Curve, read_curves
 from trainbus.observe.record import Checkpoint
 from trainbus.observe.report import ReportedRun, build_report, verdict
 from trainbus.observe.report.bars import cost_bars
-from trainbus.observe.report.page import MOST_BYTES, run_names
+from trainbus.observe.report.page import MOST_BYTES, _template, run_names
 
 from .folders import BEGAN, costs_line, entry, loss_lines, session, some_costs, write_record, write_run, write_scalars
 
@@ -95,6 +95,13 @@ def test_the_page_has_all_that_the_run_left(tmp_path):
     assert page.row("loop.max_epochs")[1] == "10"
     assert page.row("loop.names")[1] == "[a, b]"
     assert page.row("amp")[1] == "true"
+
+
+def test_the_page_is_made_where_no_compiled_template_can_be_kept(tmp_path, monkeypatch):
+    _template.cache_clear()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert "verdict" in page_of(write_run(tmp_path)).ids
+    _template.cache_clear()
 
 
 def test_the_page_has_the_times_of_all_ranks_and_names_the_slow_one(tmp_path):
