@@ -1,6 +1,6 @@
 """Search hyperparameters for scikit-learn's digits with Optuna, which prunes trials that are behind.
 
-python examples/optuna_digits.py        # once it is under way, in further terminals, too; pip install "optuna>=4.9" "trainbus[demo]"
+python examples/optuna_digits.py        # then in further terminals, too; pip install "optuna>=4.9" "trainbus[demo]"
 
 Kill the script and start it again: the trial that it was in goes on from its last checkpoint, bit for bit.
 """

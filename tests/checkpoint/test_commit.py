@@ -133,7 +133,6 @@ def test_committed_bytes_replace_the_old_ones_with_the_usual_permissions(tmp_pat
     assert names(tmp_path) == ["usual", "x", "x" * 255]
 
 
-@pytest.mark.skipif(not hasattr(os, "link"), reason="there are no hard links")
 def test_a_link_is_a_second_name_that_survives_the_first(tmp_path):
     save({"n": 1}, tmp_path / "epoch_1")
     save({"n": 2}, tmp_path / "epoch_2")
@@ -145,7 +144,6 @@ def test_a_link_is_a_second_name_that_survives_the_first(tmp_path):
     assert names(tmp_path) == ["best", "epoch_1"]
 
 
-@pytest.mark.skipif(not hasattr(os, "link"), reason="there are no hard links")
 def test_a_link_is_a_copy_where_hard_links_are_not_possible(tmp_path, monkeypatch):
     save({"n": 1}, tmp_path / "epoch_1")
     monkeypatch.setattr(os, "link", fails(PermissionError(errno.EPERM, "no hard links here")))

@@ -1,6 +1,5 @@
 """Checkpoints in stores that fsspec reaches: complete under their names or not there, and every failure loud."""
 
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -207,7 +206,6 @@ def test_without_fsspec_the_error_names_the_extra_to_install(monkeypatch: pytest
         as_path("nowhere://bucket/run")
 
 
-@pytest.mark.skipif(not hasattr(os, "link"), reason="there are no hard links")
 def test_a_symbolic_link_replaces_what_had_its_name_and_without_them_it_is_a_hard_link(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)

@@ -153,7 +153,6 @@ def test_a_validation_alone_needs_no_place_for_files(job):
     assert loop.test()
 
 
-@pytest.mark.skipif(not hasattr(os, "link"), reason="there are no hard links")
 def test_one_write_per_step_under_several_names(tmp_path):
     loop, names = scored(tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6), []
     loop.bus.on("checkpoint_committed", lambda event: names.extend(Path(name).stem for name in event.names))
@@ -206,7 +205,6 @@ def test_changes_by_the_body_of_a_users_own_loop_are_in_the_files_of_its_epoch(j
         assert job.same(load(tmp_path / f"{name}.safetensors")["state_dict"], job.weights(model))
 
 
-@pytest.mark.skipif(not hasattr(os, "link"), reason="there are no hard links")
 def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job, tmp_path):
     """Loggers, timers, averages that are lent for a validation: those that are in default_hooks, and a user's own."""
 

@@ -120,8 +120,8 @@ def _style() -> str:
 
 @cache
 def _template() -> Any:
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(**options, loader=FunctionLoader(_text))  # type: ignore[arg-type]
+    loader = FunctionLoader(_text)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
     environment.filters |= {"count": count, "duration": duration, "size": size, "percent": "{:.1%}".format, "when": _when}
     kinds = (Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
     environment.globals |= {kind.__name__: kind for kind in kinds} | {"differences": facts.differences}
