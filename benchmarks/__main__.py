@@ -20,6 +20,7 @@ BENCHMARKS = (
     "resuming",
     "savers",
     "sharded",
+    "steps",
     "stores",
     "training",
 )

@@ -18,6 +18,8 @@ REASON: Final = "the test itself asks for what this system lacks"
 def asks(error: BaseException | None) -> bool:
     """Return True if an error, or one that it was raised from, comes from a test's own line that this system cannot run."""
     while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            return any(map(asks, error.exceptions))
         modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
         own = [module for module in modules if module in ("tests", "trainbus")]
         refused = isinstance(error, OSError) and error.errno in (
