@@ -421,14 +421,14 @@ def test_a_door_passes_signals_to_runs_on_other_threads(job, mine, tmp_path, bac
 
 
 def test_a_run_on_another_thread_without_a_door_for_its_signals_is_an_error(job):
-    loop = job.loop(PreemptionHook(["SIGUSR1", "SIGUSR2"]))
-    for door in (nullcontext(), SignalDoor(["SIGUSR1"])):
-        with door, pytest.raises(ConfigurationError, match=r"SignalDoor\(\('SIGUSR1', 'SIGUSR2',\)\)"):
+    loop = job.loop(PreemptionHook(["SIGINT", "SIGTERM"]))
+    for door in (nullcontext(), SignalDoor(["SIGINT"])):
+        with door, pytest.raises(ConfigurationError, match=r"SignalDoor\(\('SIGINT', 'SIGTERM',\)\)"):
             anyio.run(loop.arun)
 
 
 def test_a_process_has_one_door_on_its_main_thread():
-    with SignalDoor(["SIGUSR1"]), pytest.raises(ConfigurationError, match="one"), SignalDoor(["SIGUSR2"]):
+    with SignalDoor(["SIGINT"]), pytest.raises(ConfigurationError, match="one"), SignalDoor(["SIGTERM"]):
         pass
     with ThreadPoolExecutor() as threads, pytest.raises(ConfigurationError, match="main thread"):
         threads.submit(SignalDoor().__enter__).result()

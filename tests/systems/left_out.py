@@ -38,7 +38,7 @@ def asks(error: BaseException | None) -> bool:
 def pytest_runtest_makereport(call):
     report = yield
     if call.excinfo is not None and asks(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, REASON)
+        report.outcome, report.longrepr = "skipped", (__file__, 0, f"{REASON}: {call.excinfo.value}")
     return report
 
 
@@ -47,7 +47,7 @@ def pytest_make_collect_report(collector):
     report = yield
     call = getattr(report, "call", None)
     if report.failed and call is not None and call.excinfo is not None and asks(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, REASON)
+        report.outcome, report.longrepr = "skipped", (__file__, 0, f"{REASON}: {call.excinfo.value}")
     return report
 
 

@@ -1,7 +1,6 @@
 """A work dir is that of one training at a time, in whatever process; and no lock outlives its process."""
 
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from trainbus.eventloop import ConfigurationError, Run
+from trainbus.eventloop import ConfigurationError, Run, platform
 from trainbus.eventloop.training.folders import LOCK, DirectoryLock
 from trainbus.hooks import CheckpointHook
 
@@ -144,7 +143,7 @@ def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypat
     if number is None:
         monkeypatch.setattr(os.path, "samestat", lambda *files: False)
     else:
-        monkeypatch.setattr(fcntl, "flock", fails(OSError(number, os.strerror(number))))
+        monkeypatch.setattr(platform, "lock", fails(OSError(number, os.strerror(number))))
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)
     loop.run()
     assert loop.counters.iter == 3
@@ -155,14 +154,14 @@ def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypat
 def test_a_lock_that_is_waited_for_while_its_file_is_removed_is_taken_on_a_new_one(tmp_path, monkeypatch):
     """As another process does that ends between our opening the file and our lock on it."""
     first = DirectoryLock(tmp_path)
-    real = fcntl.flock
+    real = platform.lock
 
-    def late(descriptor, operation):
+    def late(descriptor):
         monkeypatch.undo()
         first.release()
-        real(descriptor, operation)
+        real(descriptor)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(platform, "lock", late)
     second = DirectoryLock(tmp_path)
     with pytest.raises(ConfigurationError):
         DirectoryLock(tmp_path)

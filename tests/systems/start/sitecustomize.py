@@ -218,6 +218,7 @@ def windows():
         return contexts(self, method)
 
     multiprocessing.context.DefaultContext.get_context = get_context
+    multiprocessing.get_all_start_methods = lambda: ["spawn"]
     multiprocessing.get_context = multiprocessing.context._default_context.get_context
     return {
         "os": (os, {"name": "nt", "O_BINARY": binary, "open": sim_os_open, "symlink": no_symlink, "kill": kill}),
