@@ -37,6 +37,7 @@ from ..bridges.conformance.transformers import gpt2, tokens  # noqa: E402
 from ..failing import fails  # noqa: E402
 from ..hooks.conftest import Scores  # noqa: E402
 
+MAJOR = int(transformers.__version__.partition(".")[0])
 MOMENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
@@ -186,7 +187,12 @@ def assert_close(ours, theirs):
     """The same entries in the same order, with values that differ by rounding at most."""
     assert [list(line) for line in ours] == [list(line) for line in theirs]
     for line, other in zip(ours, theirs, strict=True):
-        assert line == pytest.approx(other, rel=1e-6)
+        assert line == {name: close(value, name) for name, value in other.items()}
+
+
+def close(value, name, rel=1e-6):
+    """Transformers 4 rounds the loss of a training in its log."""
+    return pytest.approx(value, rel=rel, abs=6e-5 if name == "loss" and MAJOR < 5 else None)
 
 
 JOBS = {
@@ -255,12 +261,13 @@ def scalars(folder):
     return found, texts
 
 
-def test_tensorboard_has_the_same_tags_steps_and_values(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
+def test_tensorboard_has_the_same_tags_steps_and_values(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
     found = {}
     for way in ("theirs", "ours"):
-        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / way))
-        getattr(Job(tmp_path, TensorBoardCallback()), way)()
+        job = Job(tmp_path, TensorBoardCallback(tensorboard.SummaryWriter(tmp_path / way)))
+        job.args.logging_dir = "runs"  # Transformers 4 has the time in it
+        getattr(job, way)()
         found[way] = scalars(tmp_path / way)
     (mine, texts), (theirs, their_texts) = found["ours"], found["theirs"]
     assert (list(mine), texts) == (list(theirs), their_texts)
@@ -268,7 +275,7 @@ def test_tensorboard_has_the_same_tags_steps_and_values(tmp_path, monkeypatch):
     for tag, points in theirs.items():
         assert [step for step, _ in mine[tag]] == [step for step, _ in points], tag
         if not is_time(tag):
-            assert [value for _, value in mine[tag]] == pytest.approx([value for _, value in points], rel=1e-5), tag
+            assert [value for _, value in mine[tag]] == close([value for _, value in points], tag.removeprefix("train/"), 1e-5), tag
 
 
 @pytest.mark.parametrize("strategy", [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}])

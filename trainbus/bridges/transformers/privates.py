@@ -14,7 +14,7 @@ SAVE: Final = "_save_checkpoint"
 OUTPUT_DIR: Final = "_get_output_dir"
 LOG_SAVE_EVALUATE: Final = "_maybe_log_save_evaluate"
 
-_SEEN: Final = "5.0.0 to 5.24.0"
+_SEEN: Final = "4.57.0 to 5.24.0"
 NAMES: Final[Names] = {
     "trainer.callback_handler": ("host.py: the moments of a training", _SEEN),
     f"trainer.{TRAINING_LOOP}": ("host.py: a run begins and ends", _SEEN),
