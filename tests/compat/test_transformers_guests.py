@@ -275,7 +275,8 @@ def test_tensorboard_has_the_same_tags_steps_and_values(tmp_path):
     for tag, points in theirs.items():
         assert [step for step, _ in mine[tag]] == [step for step, _ in points], tag
         if not is_time(tag):
-            assert [value for _, value in mine[tag]] == close([value for _, value in points], tag.removeprefix("train/"), 1e-5), tag
+            values = close([value for _, value in points], tag.removeprefix("train/"), 1e-5)
+            assert [value for _, value in mine[tag]] == values, tag
 
 
 @pytest.mark.parametrize("strategy", [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}])

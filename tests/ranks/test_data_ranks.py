@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from . import data_ranks
+from . import data_ranks, meshes
 
 PLACES = {
     "FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
@@ -18,7 +18,7 @@ PLACES = {
     "grouped experts x FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
 }
 CANNOT_BE_TOLD = ["PP", "experts", "experts on meshes"]
-WHOLE = [*PLACES, *CANNOT_BE_TOLD]
+WHOLE = [kind for kind in (*PLACES, *CANNOT_BE_TOLD) if kind != "HSDP" or meshes.GLOO_AVERAGES]
 
 
 def places_of_all(kinds, given):
