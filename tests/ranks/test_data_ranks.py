@@ -18,7 +18,7 @@ PLACES = {
     "grouped experts x FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
 }
 CANNOT_BE_TOLD = ["PP", "experts", "experts on meshes"]
-WHOLE = [kind for kind in (*PLACES, *CANNOT_BE_TOLD) if kind != "HSDP" or meshes.GLOO_AVERAGES]
+WHOLE = [*PLACES, *CANNOT_BE_TOLD]
 
 
 def places_of_all(kinds, given):
@@ -50,6 +50,7 @@ def clipped_by_all(kinds, norm_type):
     return [data_ranks.clipped(kind, norm_type) for kind in kinds]
 
 
+@meshes.AVERAGES
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
     singles = [kind if "grouped" in kind else "" for kind in WHOLE]
@@ -79,6 +80,7 @@ def trained_by_all(kinds, clip):
     return [data_ranks.trained(kind, clip) for kind in kinds]
 
 
+@meshes.AVERAGES
 def test_a_global_batch_is_divided_among_the_copies_of_the_model(ranks):
     ((batches, losses, norms),) = ranks(trained_by_all, [""], 0.1, size=1)[0]
     everyones = ranks(trained_by_all, ["FSDP2", "TP x FSDP2", "TP"], 0.1, size=4)

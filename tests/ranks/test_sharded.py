@@ -625,7 +625,7 @@ def in_two_dimensions(work_dir: str, kind: str, resume: str | None) -> Any:
     return whole(model.state_dict()), state
 
 
-@pytest.mark.parametrize("kind", [pytest.param("replicas", marks=meshes.TRAINS_COPIES), "parts of parts"])
+@pytest.mark.parametrize("kind", [pytest.param("replicas", marks=meshes.AVERAGES), "parts of parts"])
 def test_meshes_of_two_dimensions_save_each_element_once_and_get_it_back(ranks, tmp_path, kind):
     saved = ranks(in_two_dimensions, str(tmp_path), kind, None, size=4)
     tree = load_whole(tmp_path / "epoch_1.safetensors")
