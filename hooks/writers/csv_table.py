@@ -74,7 +74,7 @@ class CSVWriter(FileWriter):
         try:
             with self.path.open("r", encoding="utf-8", newline="") as written:
                 self._columns = next(csv.reader(written), [])
-        except OSError:
+        except BaseException:  # a header that is no text, too
             file.close()
             raise
         return file
