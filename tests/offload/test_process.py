@@ -243,7 +243,7 @@ def test_signals_for_the_program_do_not_end_a_worker():
 
 
 ENDS = """
-import multiprocessing, os, signal, sys
+import multiprocessing, os, signal, sys, warnings
 from trainbus.eventloop.offload import process
 from tests.offload.test_process import acting, deed
 from tests.waiting import until
@@ -275,6 +275,7 @@ def test_a_fork_of_the_program_neither_ends_nor_waits_for_the_worker(script):
     done = script(
         ENDS
         + """
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of a fork in a program with threads
 if child := os.fork():
     _, status = os.waitpid(child, 0)
     bus.publish(deed("nothing", 1))
