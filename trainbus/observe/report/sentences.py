@@ -19,8 +19,8 @@ _MOST: Final = 20  # findings: a page has room for all that matter
 
 
 def verdict(run: ReportedRun, best: Best) -> list[str]:
-    """Return the state of a run, its best metric, what was expensive, its checkpoints, and what was lost."""
-    return [_state(run), *_abandoned(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run), *_not_finite(run)]
+    """Return the state of a run, its values that are not finite, its best metric, its costs, checkpoints, and what was lost."""
+    return [_state(run), *_not_finite(run), *_abandoned(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run)]
 
 
 def _state(run: ReportedRun) -> str:
@@ -43,6 +43,14 @@ def _state(run: ReportedRun) -> str:
         case state:
             how = f"was {state}" if state in (RunStatus.STOPPED, RunStatus.INTERRUPTED) else state
             return f"The run {how} after {after}{sessions}{reason}."
+
+
+def _not_finite(run: ReportedRun) -> Iterator[str]:
+    for name, curve in run.curves.items():
+        bad = np.flatnonzero(~np.isfinite(curve.values))
+        if len(bad):
+            where = f"first at iteration {curve.iterations[bad[0]]:,.0f}"
+            yield f"{name} is NaN or infinite in {len(bad):,} of {count(len(curve.values), 'value')}, {where}."
 
 
 def _abandoned(run: ReportedRun) -> Iterator[str]:
@@ -100,14 +108,6 @@ def _lost(run: ReportedRun) -> Iterator[str]:
         yield f"{lost:,} of {handed:,} offloaded events were lost."
     for name, damage in run.damaged.items():
         yield f"{name} is damaged: {count(damage.lines, 'line')} could not be read, the first one is line {damage.first:,}."
-
-
-def _not_finite(run: ReportedRun) -> Iterator[str]:
-    for name, curve in run.curves.items():
-        bad = np.flatnonzero(~np.isfinite(curve.values))
-        if len(bad):
-            where = f"first at iteration {curve.iterations[bad[0]]:,.0f}"
-            yield f"{name} is NaN or infinite in {len(bad):,} of {count(len(curve.values), 'value')}, {where}."
 
 
 def count(number: int, thing: str) -> str:
