@@ -13,6 +13,7 @@ import torch
 from trainbus.eventloop.device import is_asynchronous, moved_to
 from trainbus.eventloop.errors import TrainingError, stopped
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload.snapshot import IMMUTABLE
 from trainbus.eventloop.privates import READS_NEXT, READS_SAMPLES
 from trainbus.eventloop.training.distributed.launch import check_sampler
 from trainbus.eventloop.training.distributed.layout import RankLayout
@@ -535,7 +536,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     ``.to()`` comes first, also on a mapping (a tokenizer's output) or a tuple (a packed sequence).
     """
     kind = type(batch)  # exact types first: isinstance with torch.Tensor runs Python code in its metaclass
-    if kind is torch.Tensor and batch.device == device:
+    if (kind is torch.Tensor and batch.device == device) or kind in IMMUTABLE:
         return batch
     if kind is tuple or kind is list:
         for value in batch:
