@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from trainbus.eventloop.errors import ConfigurationError
+
+from .leaving_out import leaving_out
 
 ROOT = Path(__file__).parent.parent
 INNER = ("eventloop", "hooks")
@@ -31,33 +31,14 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def looks_outward(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("trainbus."):
-            return not (error.name or "").startswith(tuple(f"trainbus.{name}" for name in INNER))
-        if isinstance(error, ImportError) and error.name == "trainbus":
-            return True
-        if isinstance(error, ConfigurationError) and "is not installed here" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def looks_outward(error: BaseException) -> bool:
+    name = (getattr(error, "name", None) or "").split(".")
+    if isinstance(error, ImportError) and name[0] == "trainbus":
+        return len(name) == 1 or name[1] not in INNER
+    return isinstance(error, ConfigurationError) and "is not installed here" in str(error)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call):
-    report = yield
-    if call.excinfo is not None and looks_outward(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"looks outward: {call.excinfo.value}")
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    report = yield
-    call = getattr(report, "call", None)
-    if report.failed and call is not None and call.excinfo is not None and looks_outward(call.excinfo.value.__cause__):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, "looks outward")
-    return report
+pytest_runtest_makereport, pytest_make_collect_report = leaving_out(looks_outward, "looks outward")
 
 
 if __name__ == "__main__":

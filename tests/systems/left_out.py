@@ -6,7 +6,7 @@ import re
 import traceback
 from typing import Final
 
-import pytest
+from ..leaving_out import leaving_out
 
 LACKS: Final = re.compile(
     r"module '(os|signal|time|sys)'.* has no attribute '\w+'|No module named '(fcntl|resource|termios|pwd|grp|tty|pty)'"
@@ -15,43 +15,18 @@ LACKS: Final = re.compile(
 REASON: Final = "the test itself asks for what this system lacks"
 
 
-def asks(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it was raised from, comes from a test's own line that this system cannot run."""
-    while error is not None:
-        if isinstance(error, BaseExceptionGroup):
-            return any(map(asks, error.exceptions))
-        modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-        own = [module for module in modules if module in ("tests", "trainbus")]
-        refused = isinstance(error, OSError) and error.errno in (
-            errno.EACCES,
-            errno.EINVAL,
-            errno.EPERM,
-        )  # in use; no such name
-        linked = "samefile(" in str(error) and not hasattr(os, "link")  # where a second name is a copy
-        if own[-1:] != ["trainbus"] and (refused or linked or LACKS.search(str(error))):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def asks(error: BaseException) -> bool:
+    """Return True if an error comes from a test's own line that this system cannot run."""
+    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [module for module in modules if module in ("tests", "trainbus")]
+    refused = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EINVAL, errno.EPERM)  # in use; no such name
+    linked = "samefile(" in str(error) and not hasattr(os, "link")  # where a second name is a copy
+    return own[-1:] != ["trainbus"] and bool(refused or linked or LACKS.search(str(error)))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call):
-    report = yield
-    if call.excinfo is not None and asks(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"{REASON}: {call.excinfo.value}")
-    return report
+pytest_runtest_makereport, pytest_make_collect_report = leaving_out(asks, REASON)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    report = yield
-    call = getattr(report, "call", None)
-    if report.failed and call is not None and call.excinfo is not None and asks(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"{REASON}: {call.excinfo.value}")
-    return report
-
-
-@pytest.hookimpl
 def pytest_terminal_summary(terminalreporter):
     found = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed", "error", "skipped")}
     left_out = sum(REASON in str(report.longrepr) for report in found["skipped"])
