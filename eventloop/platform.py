@@ -67,7 +67,13 @@ def unique_name() -> str:
 
 
 def patiently(change: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-    """Call a function that renames or removes files; where files in use stay, call it until nobody has them open."""
+    """Call a function that renames or removes files.
+
+    Where the system refuses this for a file that somebody has open, call it again for at most ``PATIENCE`` seconds.
+
+    Raises:
+        PermissionError: the file is still open then.
+    """
     if not IN_USE_STAYS:
         return change(*args, **options)
     deadline, pause = time.monotonic() + PATIENCE.value, 0.001
@@ -132,7 +138,7 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def write_together(descriptor: int, parts: Sequence[memoryview | bytes]) -> int:
-    """Write parts by one system call; return how many bytes it took, 0 where there is no such call."""
+    """Write several parts by one system call; return the number of bytes written, 0 on systems without such a call."""
     return os.writev(descriptor, parts) if hasattr(os, "writev") else 0
 
 

@@ -74,7 +74,7 @@ class CSVWriter(FileWriter):
         try:
             with self.path.open("r", encoding="utf-8", newline="") as written:
                 self._columns = next(csv.reader(written), [])
-        except BaseException:  # a header that is no text, too
+        except BaseException:  # also where the header is not text
             file.close()
             raise
         return file

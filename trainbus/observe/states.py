@@ -31,7 +31,7 @@ ENDED: Final = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.INTERRUPTED, Ru
 
 
 def after_error(error: BaseException) -> RunStatus:
-    """Return the state of a run that ``error`` has ended: ``sys.exit()`` without a status is no failure."""
+    """Return the state of a run that ``error`` has ended; ``sys.exit()`` with no status or 0 counts as stopped, not failed."""
     if isinstance(error, KeyboardInterrupt):
         return RunStatus.INTERRUPTED
     return RunStatus.STOPPED if isinstance(error, SystemExit) and not error.code else RunStatus.FAILED
