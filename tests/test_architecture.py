@@ -110,6 +110,7 @@ def by_name(name: str) -> set[str]:
     return found - {name}
 
 
+@pytest.mark.long
 def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
     """Layers are those of the linter, which sees no names in strings. Only `eventloop` itself stands above all its rooms."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -169,6 +170,7 @@ def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_o
             assert ast.unparse(node.value) in own, f"{name}:{node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.long
 def test_nothing_imports_names_of_trainbus_which_loads_the_packages_when_a_name_is_used():
     for name in MODULES.keys() - {"trainbus.__main__"}:
         assert not any(one.module == "trainbus" and f"trainbus.{one.name}" not in MODULES for one in house(name)), name
@@ -349,6 +351,7 @@ print(sys.modules["trainbus"].__file__)
 """
 
 
+@pytest.mark.long
 def test_the_engine_trains_saves_and_resumes_without_the_parts_around_it(tmp_path):
     package = tmp_path / "trainbus"
     package.mkdir()

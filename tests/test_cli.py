@@ -103,6 +103,7 @@ def demos(tmp_path_factory) -> Iterator[Demos]:
     yield Demos(folder, printed, files, others)
 
 
+@pytest.mark.long
 @one_worker
 def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(demos):
     run = demos.folder / "runs/digits"

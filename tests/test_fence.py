@@ -74,12 +74,14 @@ def foreign_names(source: str) -> Iterator[str]:
     return visit(tree, False)
 
 
+@pytest.mark.long
 def test_private_names_are_taken_from_their_tables_only():
     """Whoever asks which private names of a library we use reads one file. One that is gone leaves the list above."""
     found = {(str(file.relative_to(ROOT)), name) for file in FILES for name in foreign_names(file.read_text())}
     assert found == {(file, name) for file, names in ALLOWED.items() for name in names}
 
 
+@pytest.mark.long
 def test_no_private_name_of_a_table_is_written_as_text():
     """``replace(trainer, "_name", ...)`` is an access, too."""
     texts = [

@@ -102,6 +102,7 @@ def test_a_checkout_without_links_says_so(tmp_path):
     assert f"{package / 'eventloop'} is no folder: this checkout was made without symbolic links" in found.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_project_may_have_modules_of_its_own_with_the_names_of_the_parts(tmp_path, kind):
     for name in ("hooks", "eventloop", "bridges", "observe", "config", "cli"):

@@ -223,6 +223,7 @@ def test_trainers_with_another_plugin_are_as_they_were(tmp_path):
     assert not plugin.saves
 
 
+@pytest.mark.long
 def test_the_methods_of_lightning_are_its_own_again_behind_the_last_plugin(script):
     """The classes belong to the whole process. Here it is another one, because trainers of other tests may still be alive."""
     done = script("""

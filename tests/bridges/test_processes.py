@@ -27,6 +27,7 @@ def trained(tmp_path_factory):
     return train
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(trained, library):
     _, ranks = trained(library)

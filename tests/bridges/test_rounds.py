@@ -28,6 +28,7 @@ def equal(everyone):
     return call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_stop_and_a_save_of_one_rank_take_effect_on_all_after_the_same_iteration(equal, rank):
     done, saved, *why = equal(jobs.one_rank_stops, rank)
@@ -36,6 +37,7 @@ def test_a_stop_and_a_save_of_one_rank_take_effect_on_all_after_the_same_iterati
     assert why == ["enough", "give more"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mount_point", "done"), [("before_train", 0), ("after_train_iter", 1), ("after_train_epoch", 4), ("after_val_epoch", 4)]
 )
@@ -43,6 +45,7 @@ def test_what_all_ranks_ask_for_at_one_mount_point_takes_effect_there(equal, mou
     assert equal(jobs.all_ranks_stop, mount_point) == (done, [(done, f"iter_{done}.pt")] if done else [], "enough")
 
 
+@pytest.mark.long
 def test_a_thread_of_one_rank_pauses_resumes_sets_the_rate_and_stops_all_ranks(everyone):
     (first, logs, paused), *others = everyone(jobs.a_thread_pauses)
     assert all((found, told) == (first, logs) for found, told, _ in others)  # at the same iterations
@@ -52,24 +55,29 @@ def test_a_thread_of_one_rank_pauses_resumes_sets_the_rate_and_stops_all_ranks(e
     assert paused[0] == paused[1]
 
 
+@pytest.mark.long
 def test_rates_that_all_ranks_set_take_effect_once_in_the_order_set(equal):
     assert equal(jobs.all_ranks_set_rates) == [0.3, 0.2]
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_saves_and_stops_all(equal):
     assert equal(jobs.one_rank_gets_a_signal) == (4, [(4, "iter_4.pt")], "signal SIGTERM")
 
 
+@pytest.mark.long
 def test_ranks_that_ask_one_after_the_other_get_one_save(everyone):
     saved = [saved for _, saved, _ in everyone(jobs.ranks_ask_one_after_the_other)]
     assert saved == [saved[0]] * len(saved)
     assert len(saved[0]) == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_evaluates_alone_may_stop_the_others(equal):
     assert equal(jobs.one_rank_evaluates)[0] in (5, 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [-1, -2], ids=["the last", "the first of its block, or of all"])
 def test_a_request_is_refused_when_a_rank_has_no_bus(everyone, which):
     found = everyone(jobs.a_rank_has_no_bus, which)
@@ -82,12 +90,14 @@ def test_a_request_is_refused_when_a_rank_has_no_bus(everyone, which):
         assert "attach(bus, trainer) on all ranks" in told[0]["event"]
 
 
+@pytest.mark.long
 def test_a_request_in_a_training_that_has_ended_elsewhere_ends(everyone):
     *others, (done, told) = everyone(jobs.one_rank_asks_when_the_others_have_ended)
     assert {done for done, _ in others} == {done}
     assert told == ["the training has ended"]
 
 
+@pytest.mark.long
 def test_a_round_without_an_answer_of_a_rank_names_it_and_ends(equal):
     done, told = equal(jobs.one_agent_is_silent)
     assert done == jobs.BATCHES * jobs.EPOCHS

@@ -77,6 +77,7 @@ def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, d
     assert len(told) == (1 if host.attaches else 0)
 
 
+@pytest.mark.long
 @savers
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
 def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_path, disk, error):

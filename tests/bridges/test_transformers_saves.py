@@ -75,6 +75,7 @@ def test_the_best_model_of_the_trainer_is_the_averaged_one_and_the_last_checkpoi
     assert_same(last.state_dict(), worst[15])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "arguments"),
     [
@@ -189,6 +190,7 @@ def test_a_folder_holds_what_the_trainer_alone_would_have_written(tmp_path, mode
     assert states[0] == states[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["10KB", "1GB"])
 def test_the_library_opens_a_folder_and_goes_on_from_it_also_from_shards(tmp_path, size):
     trainer = saving(tmp_path, model=gpt2, **EVERY_FIVE)
@@ -267,6 +269,7 @@ def split_anew(folder):
     model.save_pretrained(folder, max_shard_size="10KB")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "named", "which"),
     [

@@ -85,6 +85,7 @@ def test_state_of_hooks_that_are_missing_on_either_side_is_a_warning(bus):
 # ------------------------------------------------------------------------------------------- processes that end or fork
 
 
+@pytest.mark.long
 def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang(script):
     """Nor does a handler that never returns."""
     done = script("""

@@ -63,6 +63,7 @@ def round_trip(tree: Any, path: Path) -> Any:
     return load(path)
 
 
+@pytest.mark.long
 @given(tree=trees)
 def test_every_tree_round_trips_bitwise(path, tree):
     assert canonical(round_trip(tree, path)) == canonical(tree)

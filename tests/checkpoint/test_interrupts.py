@@ -37,6 +37,7 @@ def saves(saver, number, path):
     return saver.save(tree(number), path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("busy", "save", "read"), [*((busy, saves, load) for busy in ("wait", "skip", "replace")), ("wait", pickles, torch.load)]
 )

@@ -258,6 +258,7 @@ def test_verifying_reads_a_large_file_through_a_small_buffer(tmp_path):
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_damage_is_found_in_each_piece_of_a_large_file(tmp_path):
     path = tmp_path / "damaged.safetensors"
     small = [torch.randn(1000) for _ in range(900)]

@@ -106,6 +106,7 @@ CHANGES = {"shape": (2500, ONES.view(2, 5)), "dtype": (2999, ONES.double()), "le
            "tied": (1500, None), "elsewhere": (0, ONES)}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("index", "data"), CHANGES.values(), ids=CHANGES)
 def test_small_weights_that_two_threads_copy_are_those_of_the_save_point(index, data, written):
     """Also when a weight that the second save finds is another one than the first save saw."""

@@ -42,6 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     server.close()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> None:
     server.requests.clear()
     save(tree(1.0), URL)
@@ -64,6 +65,7 @@ def test_no_bucket_is_made(server: S3Server) -> None:
     assert not [request for request in server.requests if request in (f"PUT /{BUCKET}", f"PUT /{BUCKET}/")]
 
 
+@pytest.mark.long
 def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server: S3Server, monkeypatch) -> None:
     monkeypatch.setattr("trainbus.eventloop.checkpoint.remote._MOST_PARTS", 4)
     server.requests.clear()
@@ -72,6 +74,7 @@ def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server:
     verify(URL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["uploads", "partNumber=1", f"partNumber={PARTS}", "POST /bucket/run/a.safetensors?uploadId"])
 def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part_of_its_own(server: S3Server, at: str) -> None:
     save(tree(1.0, 10), URL)
@@ -84,6 +87,7 @@ def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part
     assert not left.get("Uploads")
 
 
+@pytest.mark.long
 def test_a_server_that_never_answers_is_given_up(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it stops to answer in the middle of an upload."""
     for name in ("_PATIENCE", "_SLOW"):
@@ -99,6 +103,7 @@ def test_a_server_that_never_answers_is_given_up(server: S3Server, monkeypatch: 
     over.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503 Slow Down", "500 Internal Server Error", "reset"])
 def test_a_fault_that_passes_is_tried_again(server: S3Server, fault: str) -> None:
     faults = [fault]
@@ -108,6 +113,7 @@ def test_a_fault_that_passes_is_tried_again(server: S3Server, fault: str) -> Non
     verify(URL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [10, BYTES // 4])
 def test_what_another_process_has_written_is_never_replaced(server: S3Server, size: int) -> None:
     path = as_path(URL)
@@ -123,6 +129,7 @@ def test_what_another_process_has_written_is_never_replaced(server: S3Server, si
     assert load(URL)["weight"][0] == 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [10, BYTES // 4])
 @pytest.mark.parametrize("create", [True, False])
 def test_an_upload_whose_last_answer_is_lost_is_done(server: S3Server, size: int, create: bool) -> None:
@@ -139,6 +146,7 @@ def test_an_upload_whose_last_answer_is_lost_is_done(server: S3Server, size: int
     verify(URL)
 
 
+@pytest.mark.long
 def test_a_server_without_conditional_writes_gets_the_file_nevertheless(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +165,7 @@ def test_a_server_without_conditional_writes_gets_the_file_nevertheless(
     assert refused == ["put_object", "complete_multipart_upload"]
 
 
+@pytest.mark.long
 def test_obstore_as_the_file_system_writes_the_same_files(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("obstore.fsspec")
     save(tree(1.0), URL)

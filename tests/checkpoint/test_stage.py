@@ -237,6 +237,7 @@ def test_a_tree_too_deep_for_the_stack_is_refused():
         descend()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
 def test_many_small_tensors_that_are_copied_together_keep_their_places(written, dtype):
     def make(number):

@@ -112,6 +112,7 @@ def test_the_schema_takes_what_runs_and_refuses_what_does_not(schema, mine):
         assert list(schema.iter_errors(tomllib.loads(text))) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "value"),
     [

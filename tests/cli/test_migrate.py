@@ -157,6 +157,7 @@ def test_the_code_of_0_2_compiles_and_uses_no_name_that_is_gone(old):
                 assert not {"eventloop", "hooks"} & {alias.name for alias in node.names}, script
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["own_loop.py", "trio_app.py"])
 def test_an_example_of_0_2_runs(old, tmp_path, script):
     done = subprocess.run(  # noqa: S603

@@ -84,6 +84,7 @@ def test_help_needs_no_torch_and_has_a_line_for_each_command(quick):
         assert name in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "runs", "report", "doctor", "hooks", "checkpoint", "checkpoint ls", "trace merge"])
 def test_help_of_a_command_needs_no_torch(quick, command):
     assert f"Usage: trainbus {command}" in quick(*command.split(), "--help")

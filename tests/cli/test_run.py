@@ -343,6 +343,7 @@ def test_ctrl_c_prints_how_to_resume(here, trained, trainbus):
     assert "epoch_1.safetensors with --resume runs/mine\n" in said
 
 
+@pytest.mark.long
 def test_a_run_with_trace_leaves_a_picture_of_50_iterations_or_of_those_of_its_trace_hook(trainbus, here):
     """``trainbus trace merge`` is tested beside the files that it merges."""
     trainbus("run", DIGITS, "loop.max_epochs=5", "loop.work_dir=all", "--trace")

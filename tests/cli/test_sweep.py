@@ -87,6 +87,7 @@ def test_a_comma_outside_of_brackets_and_quotes_separates_values(changes, names)
     assert len({one.changes for one in found}) == len(names)
 
 
+@pytest.mark.long
 def test_each_product_has_a_folder_and_the_table_names_the_best(here, ran):
     status, printed = ran("optimizer.lr=0.1,0.0", "model.width=3,4", "-n", "2")
     folders = {path.name for path in (here / "runs/mine").iterdir()}
@@ -100,6 +101,7 @@ def test_each_product_has_a_folder_and_the_table_names_the_best(here, ran):
     assert "work_dir" not in printed
 
 
+@pytest.mark.long
 def test_one_that_fails_is_told_with_its_last_lines_and_the_others_go_on(here, ran):
     former = here / "runs/mine/width=3/run.json"  # of a sweep before
     former.parent.mkdir(parents=True)
@@ -112,6 +114,7 @@ def test_one_that_fails_is_told_with_its_last_lines_and_the_others_go_on(here, r
     assert "best loss" in printed
 
 
+@pytest.mark.long
 def test_ctrl_c_goes_to_the_trainings_once_and_resume_goes_on(here, begun, ran):
     (here / "hold").touch()
     process = begun("optimizer.lr=0.1,0.2,0.3", "-n", "2")

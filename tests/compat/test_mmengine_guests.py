@@ -99,6 +99,7 @@ def same_state(one, other):
 # ------------------------------------------------------------------------------------------------- the same job
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "job"), [(ours, {"max_epochs": 3}), (ours, {"max_epochs": 3, "groups": 2}), (own_loop, {"max_epochs": 2})]
 )
@@ -160,6 +161,7 @@ def test_a_test_leaves_the_same_files(tmp_path):
 # ------------------------------------------------------------------------------------------------------ resume
 
 
+@pytest.mark.long
 def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     """Four files of two epochs and their continuations end with the same weights, averages and rates."""
     whole = theirs(tmp_path / "whole", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
@@ -180,6 +182,7 @@ def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     assert left["message_hub"]["runtime_info"]["best_score"] == right["message_hub"]["runtime_info"]["best_score"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("save", "groups"), [({"interval": 2}, 2), ({"interval": 10, "by_epoch": False}, 1)])
 def test_our_own_resume_continues_guests_exactly(tmp_path, save, groups):
     def some():
@@ -373,6 +376,7 @@ for _stage in Hook.stages:
     setattr(Every, _stage, counted(_stage))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [(Every, Few), (Few, Every), (Every, Every)])
 @pytest.mark.parametrize("job", [{"max_epochs": 3}, {"max_iters": 20, "val_interval": 6}])
 def test_each_method_of_each_guest_is_called_as_often_as_by_mmengine(tmp_path, job, kinds):

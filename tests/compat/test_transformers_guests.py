@@ -204,6 +204,7 @@ JOBS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
 def test_moments_lines_and_weights_are_those_of_their_trainer(tmp_path, options):
     val = {"val_interval": options["eval_steps"]} if "eval_steps" in options else {}
@@ -279,6 +280,7 @@ def test_tensorboard_has_the_same_tags_steps_and_values(tmp_path):
             assert [value for _, value in mine[tag]] == values, tag
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}])
 def test_the_default_flow_decides_as_in_its_trainer_if_it_is_on_the_bus(tmp_path, strategy):
     options = {**strategy, "save_strategy": "steps", "save_steps": 4}
@@ -318,6 +320,7 @@ def moments(recorder, *names):
 FLOW = ("on_epoch_begin", "on_step_end", "on_epoch_end", "on_log", "on_evaluate", "on_train_end")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["on_step_begin", "on_step_end"])
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate"])
 def test_a_flag_has_the_effect_that_it_has_there(tmp_path, flag, moment):

@@ -371,6 +371,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of a process's memory")
 def test_of_192_mb_in_tensors_of_16_no_more_than_two_are_in_memory_and_when_imported_two_parts(tmp_path):
     # glibc would soon keep freed blocks of 16 MB for each thread, more or fewer of them as the threads take turns.

@@ -57,6 +57,7 @@ def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerat
     ]
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @late
 async def test_arun_trains_on_the_device_of_its_caller(accelerator: DeviceUnderTest, tmp_path: Path):
@@ -77,6 +78,7 @@ def pinned(data: list[Any]) -> list[Any]:
     return [tuple(door.empty_pinned(part.shape, part.dtype).copy_(part) for part in batch) for batch in data]
 
 
+@pytest.mark.long
 @counted
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 def test_the_training_thread_waits_for_the_device_at_most_once(
@@ -125,6 +127,7 @@ def by_hand(device: Any, amp: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, on_cpu(dict(trained.state_dict()))
 
 
+@pytest.mark.long
 @late
 @pytest.mark.parametrize("amp", [None, "fp16", "bf16"])
 def test_training_gives_the_losses_and_weights_of_a_loop_by_hand(accelerator: DeviceUnderTest, tmp_path: Path, amp: Any):

@@ -58,6 +58,7 @@ def test_slots_are_typed_and_independent_and_reading_an_empty_one_is_an_error() 
     assert list(run.shared) == [COUNT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["in order", "by an error"])
 def test_values_are_cleared_when_the_run_ends(end: str) -> None:
     slot = Slot("thing", Thing)

@@ -29,6 +29,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(("library", "name", "work_dir"), HOSTS)
 def test_with_the_bus_the_script_trains_the_same_weights_and_leaves_more(tmp_path, library, name, work_dir):

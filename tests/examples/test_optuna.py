@@ -56,6 +56,7 @@ example["search"](Path.cwd(), trials=4, interval=1, hooks=[globals()[sys.argv[2]
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("moment", "epoch"), [("InAnEpoch", 2), ("CtrlC", 2), ("BehindAReport", 3), ("BehindTheRun", 6)])
 def test_a_search_that_was_killed_goes_on_with_the_trial_that_it_was_in(example, tmp_path, moment, epoch):
     storage = f"sqlite:///{tmp_path}/study.db"

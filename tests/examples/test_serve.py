@@ -69,6 +69,7 @@ def state(wanted):
     return lambda facts: facts["state"] == wanted
 
 
+@pytest.mark.long
 def test_trainings_are_started_watched_paused_and_stopped_by_requests(tmp_path):
     with serving(tmp_path) as (_, client):
         assert client.get("/trainings", headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -94,6 +95,7 @@ def test_trainings_are_started_watched_paused_and_stopped_by_requests(tmp_path):
         until(lambda: not list(tmp_path.glob("out/*/request.json")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "paused"), [("SIGTERM", True), ("SIGINT", False)])
 def test_a_signal_ends_streams_saves_the_training_and_the_next_start_goes_on(tmp_path, number, paused):
     with serving(tmp_path) as (script, client):
@@ -125,6 +127,7 @@ def test_a_signal_ends_streams_saves_the_training_and_the_next_start_goes_on(tmp
         assert script.wait(60).returncode == 0
 
 
+@pytest.mark.long
 def test_after_a_kill_the_next_start_goes_on_from_the_last_checkpoint(tmp_path):
     with serving(tmp_path) as (script, client):
         start(client)
@@ -161,6 +164,7 @@ def behind(proxy, to, folder):
             yield f"http://hub.test:{port}/proxy/{to}/training/?token=of-jupyter", f"http://127.0.0.1:{to}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("proxy", ["nginx", "jupyter"])
 def test_behind_a_proxy_a_client_and_a_browser_watch_and_control_the_trainings(tmp_path, browser, proxy):
     with serving(tmp_path) as (script, client), behind(proxy, client.port, tmp_path) as (pages, api):

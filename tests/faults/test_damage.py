@@ -69,6 +69,7 @@ def damage(data: bytes, kind: str, at: int, bit: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(job, run_dir, data):

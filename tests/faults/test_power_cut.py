@@ -62,6 +62,7 @@ def test_the_recording_disk_records_all_operations(disk, job, power_cut, work_di
     assert {name: content for name, content in files.items() if content is not None} == there
 
 
+@pytest.mark.long
 def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cut, work_dir):
     log = record(disk, job, work_dir)
     number = 0
@@ -75,6 +76,7 @@ def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cu
     assert number > 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_the_run", [True, False])
 def test_a_new_directory_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path, by_the_run):
     place = tmp_path / "place"

@@ -424,6 +424,7 @@ def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, na
     assert sum("did not write" in entry["event"] for entry in logs) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"save_last": False}, {"by_epoch": False}, {"out_dir": "elsewhere"}], ids=str)
 @pytest.mark.parametrize("every", [3, 4], ids=["within epochs", "at their ends"])
 def test_files_of_saves_without_a_name_do_not_pile_up_beside_a_limit(job, tmp_path, monkeypatch, options, every):

@@ -110,6 +110,7 @@ class Remembers(Hook):
         self.scores[event.progress.iter] = float(event.metrics["loss"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_iters": 16, "val_interval": 3}])
 @pytest.mark.parametrize(("interval", "by_metric"), [(-1, True), (1, True), (1, False)])
 @pytest.mark.parametrize("elsewhere", [False, True])

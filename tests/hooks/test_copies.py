@@ -39,6 +39,7 @@ def train(folder, *used, each_iteration=None):
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", catalogue())
 def test_each_can_be_copied(kind):
     for one in copies(made(kind)):
@@ -49,6 +50,7 @@ ELSEWHERE = ("MLflowWriter", "WandbWriter", "RayTrainHook")  # these need a serv
 RUN = [kind for kind in catalogue() if getattr(kind, "of_run", {}) and kind.__name__ not in ELSEWHERE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", RUN)
 def test_the_copy_of_one_in_a_run_has_a_run_of_its_own(kind, tmp_path):
     one, found = made(kind), []

@@ -221,6 +221,7 @@ def test_training_does_not_wait_for_a_slow_writer(notes):
     assert slow.steps() == list(range(1, 351))
 
 
+@pytest.mark.long
 def test_a_hanging_writer_blocks_training_only_until_it_is_retired(logs):
     free, bus = threading.Event(), Bus()
 
@@ -238,6 +239,7 @@ def test_a_hanging_writer_blocks_training_only_until_it_is_retired(logs):
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a handler failed"] * 3 + ["handler retired"]
 
 
+@pytest.mark.long
 def test_a_writer_that_continues_after_a_timeout_loses_nothing(logs):
     class HangsOnce(Notes):
         def write_scalars(self, scalars, step, where):
@@ -322,6 +324,7 @@ def test_waiting_calls_do_not_carry_over_to_the_next_run(notes, logs):
     assert writer.steps() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writer", [JSONLinesWriter, CSVWriter])
 def test_lines_of_a_committed_checkpoint_survive_a_kill(script, tmp_path, writer):
     """SIGKILL in the moment of the commit: nothing that the checkpoint has seen is missing, and a resumed run leaves no gap."""
@@ -463,6 +466,7 @@ def test_a_validation_that_resumes_repeat_has_one_line(tmp_path, writer):
     assert text(tmp_path, "val/loss")[2:] == [(2, 7.0)]  # other results are another line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("as_type", "held"), [(torch.Tensor, False), (torch.Tensor, True), (Late, True)])
 def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, as_type, held):
     epoch_mean = {"data_src": "accuracy", "log_name": "mean", "window_size": "epoch"}

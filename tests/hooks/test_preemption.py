@@ -101,6 +101,7 @@ def resumed(work_dir):
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "iteration", "done"),
     [
@@ -130,6 +131,7 @@ def test_a_signal_repeated_within_a_moment_is_one_request(start, tmp_path):
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "options", "status", "end"),
     [
@@ -148,6 +150,7 @@ def test_a_second_signal_has_its_default_effect(start, tmp_path, number, options
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", ["except", "atexit"])
 def test_a_signal_after_a_preempted_run_does_not_change_the_exit_status(start, tmp_path, late):
     """All processes of a run stop when one gets a signal, and a launcher may signal the others while they are ending."""
@@ -163,6 +166,7 @@ def test_a_signal_after_a_preempted_run_does_not_change_the_exit_status(start, t
 WORKERS = {"num_workers": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "options"),
     [
@@ -184,6 +188,7 @@ def test_the_workers_of_loaders_outlive_a_signal_to_the_process_group_and_the_ru
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "done", "held"), [("before_forward", 1, 2), ("before_val_iter", 5, 4)])
 def test_a_worker_that_is_still_starting_outlives_the_signal_too(start, tmp_path, at, done, held):
     """The second worker has not come to its ``worker_init_fn`` when the signal comes."""

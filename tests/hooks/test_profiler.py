@@ -33,6 +33,7 @@ def traces():
     return Traces()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

@@ -41,6 +41,7 @@ def test_the_catalogue_is_found():
     assert len(OFFLOADING) > 5
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # which the retired method would have closed
 @pytest.mark.parametrize("kind", [kind for kind in OFFLOADING if kind.__name__ != "RayTrainHook"])
 def test_training_saves_stops_and_resumes_without_the_retired_half_of_a_hook(kind, tmp_path):

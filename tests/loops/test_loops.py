@@ -74,6 +74,7 @@ def test_a_program_that_forgets_a_value_is_found(folder):
     assert tried(forgetful, [Strike("die", 0, 2)], folder / "struck").differences == ["counted.batches: 3, then 2"]
 
 
+@pytest.mark.long
 def test_forty_programs_are_exact_or_tell(folder):
     # Without shrinking, which takes minutes: the long form does it.
     @settings(max_examples=SHORT, derandomize=True, phases=[Phase.generate], **OPTIONS)

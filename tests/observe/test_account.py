@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,6 +133,7 @@ class Made:
         self.event("after_run")
 
 
+@pytest.mark.long
 @given(st.data())
 def test_the_account_is_that_of_a_run_however_its_spans_come_in_batches(data):
     made = Made(data.draw)

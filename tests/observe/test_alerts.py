@@ -177,6 +177,7 @@ def test_a_stall_is_told_once_and_again_after_the_training_has_moved(server):
     ]
 
 
+@pytest.mark.long
 def test_a_pause_is_no_stall(server):
     def pause(run):
         run.pause()
@@ -208,6 +209,7 @@ def test_a_full_lane_is_told(server, lanes, message):
     assert message is None or message in told[0]
 
 
+@pytest.mark.long
 def test_events_that_a_handler_drops_are_told_by_a_whole_run(server):
     bus, released = Bus(AlertHook(server.url, "full_lane")), threading.Event()
     bus.on("after_train_iter", lambda event: released.wait(60), offload="thread", queue=1, full="drop_new")
@@ -276,6 +278,7 @@ def test_a_webhook_that_does_not_answer_costs_the_run_its_end_timeout_only(serve
     assert url not in str(logs)
 
 
+@pytest.mark.long
 def test_the_error_of_a_run_is_not_held_up_and_the_exit_waits(server, script):
     server.answers.append(lambda: time.sleep(2))
     done = script(

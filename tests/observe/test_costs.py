@@ -186,6 +186,7 @@ def test_runs_on_two_threads_one_after_the_other_add_up(bus):
     assert parts["slow after_train_iter"].seconds >= 16 * 0.001
 
 
+@pytest.mark.long
 def test_costs_read_from_another_thread_add_up_at_every_moment(bus):
     bus.on("after_train_iter", lambda event: None)
     wrong: list[AssertionError] = []

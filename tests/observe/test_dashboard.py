@@ -84,6 +84,7 @@ def test_a_file_that_cannot_be_looked_up_stays_in_the_list_and_one_that_is_writt
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ["9" * 5000, "2", "x", "-1", "\u00b2"])
 def test_a_run_that_does_not_exist_is_not_found_by_any_number(server, visitor, number):
     with watched(server):
@@ -107,6 +108,7 @@ def test_late_and_returning_visitors_miss_nothing(server, visitor):
             assert next(told)[1] == "hello", said[:10]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_code", [False, True])
 def test_pause_holds_the_run_until_resume(server, visitor, in_code):
     with watched(server, slow=True) as job, visitor.told() as told:
@@ -135,6 +137,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_a_learning_rate_takes_effect_and_is_told_and_an_invalid_one_is_refused(server, visitor):
     with watched(server, slow=True) as job, visitor.told() as told:
         for status, bodies in REFUSED.items():
@@ -165,6 +168,7 @@ def test_a_command_that_the_run_cannot_follow_is_refused_with_the_reason(server,
         assert answer.json()["error"] == refusals["checkpoint"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("paused", [False, True])
 def test_stop_ends_the_run_in_order(server, visitor, paused):
     with watched(server, slow=True) as job, visitor.told() as told:
@@ -388,6 +392,7 @@ Job(Bus(Dashboard(port=0)), slow=True).loop.run()
 """
 
 
+@pytest.mark.long
 def test_a_page_hears_the_end_although_the_program_ends_with_the_run(tmp_path):
     place = re.compile(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)\n")
     with Script(ENDING, tmp_path) as script:

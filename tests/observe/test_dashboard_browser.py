@@ -47,6 +47,7 @@ def wait(tab, name, wanted):
     tab.wait_for_function("([name, wanted]) => document.getElementById(name)?.textContent.includes(wanted)", arg=[name, wanted])
 
 
+@pytest.mark.long
 def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab):
     with watched(server, slow=True, name="mine"):
         tab.goto(server.url)
@@ -59,6 +60,7 @@ def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab)
         tab.wait_for_selector("#pause:enabled")
 
 
+@pytest.mark.long
 def test_training_and_validation_of_one_metric_share_a_chart_however_they_are_named(server, tab):
     bus = Bus()
     bus.on("after_backward", lambda event: event.run.report(train_accuracy=0.5, eval_accuracy=0.25))
@@ -70,6 +72,7 @@ def test_training_and_validation_of_one_metric_share_a_chart_however_they_are_na
         assert tab.locator("figcaption b").all_text_contents().count("accuracy") == 1
 
 
+@pytest.mark.long
 def test_curves_grow_and_costs_are_shown_and_memory_that_was_freed_shrank(server, tab):
     with watched(server, slow=True) as job:
         tab.goto(server.url)
@@ -88,6 +91,7 @@ def test_curves_grow_and_costs_are_shown_and_memory_that_was_freed_shrank(server
         wait(tab, "steps", "process shrank by 537 kB")
 
 
+@pytest.mark.long
 def test_a_long_curve_has_its_spikes_and_one_rule_thins_it_here_and_there(server, tab):
     losses = [1.0 + at * 7919 % 101 / 1000 for at in range(20_000)]
     losses[4_321], losses[15_000] = 900.0, -5.0
@@ -116,6 +120,7 @@ def under_cursor(tab, name):
     return figure.locator(".at", has_text="train").text_content()
 
 
+@pytest.mark.long
 def test_a_learning_rate_is_not_smoothed_and_the_slider_smooths_the_loss(server, tab):
     job = Job(Bus(Watcher(server.board)), epochs=8)
     job.bus.on("before_train_iter", lambda event: event.run.report(**{"lr-SGD": 0.5 ** (event.progress.iter // 10)}))
@@ -135,6 +140,7 @@ def test_a_learning_rate_is_not_smoothed_and_the_slider_smooths_the_loss(server,
     assert raw != smoothed
 
 
+@pytest.mark.long
 def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_path):
     hook = CheckpointHook(interval=1, save_best="loss", rule="less")
     Job(Bus(hook, Watcher(server.board)), epochs=1, work_dir=tmp_path).loop.run()
@@ -150,6 +156,7 @@ def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_pat
     assert "0 B" not in tab.text_content("#files").split()
 
 
+@pytest.mark.long
 def test_removed_files_leave_the_list_of_checkpoints(server, tab, tmp_path):
     hook = CheckpointHook(interval=1, max_keep_ckpts=1)
     with watched(server, slow=True, bus=Bus(hook), work_dir=tmp_path) as job:
@@ -165,6 +172,7 @@ def test_removed_files_leave_the_list_of_checkpoints(server, tab, tmp_path):
         assert {*tab.locator("#files td:first-child").all_text_contents()} == there
 
 
+@pytest.mark.long
 def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
     with watched(server, slow=True, work_dir=tmp_path) as job:
         tab.goto(server.url)
@@ -193,6 +201,7 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
         assert job.error is None
 
 
+@pytest.mark.long
 def test_a_click_before_the_page_is_ready_is_not_lost(server, tab):
     held = []
     tab.route("**/static/run.js", lambda route: held.append(route))
@@ -206,6 +215,7 @@ def test_a_click_before_the_page_is_ready_is_not_lost(server, tab):
         wait(tab, "state", "paused")
 
 
+@pytest.mark.long
 def test_the_rate_box_offers_the_present_rate_until_one_types(server, tab):
     def wait_for_box(wanted):
         tab.wait_for_function("wanted => document.getElementById('new-rate').value === wanted", arg=wanted)
@@ -226,6 +236,7 @@ def test_the_rate_box_offers_the_present_rate_until_one_types(server, tab):
         wait_for_box("0.03")
 
 
+@pytest.mark.long
 def test_a_wrong_rate_is_answered_on_the_page_and_a_button_that_does_not_work_says_why(server, tab):
     with watched(server, slow=True):
         tab.goto(server.url)
@@ -240,6 +251,7 @@ def test_a_wrong_rate_is_answered_on_the_page_and_a_button_that_does_not_work_sa
         assert tab.text_content("#rate") == "0.1"
 
 
+@pytest.mark.long
 def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
     with watched(server, slow=True):
         tab.goto(f"http://127.0.0.1:{server.port}/")
@@ -248,6 +260,7 @@ def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
         tab.wait_for_selector("figure canvas")
 
 
+@pytest.mark.long
 def test_a_failed_run_says_why(server, tab):
     with failing(server, "out of <b>luck</b>"):
         tab.goto(server.url)
@@ -255,6 +268,7 @@ def test_a_failed_run_says_why(server, tab):
         wait(tab, "events", "RuntimeError: out of <b>luck</b>")
 
 
+@pytest.mark.long
 def test_several_runs_are_listed_and_have_a_page_each(server, tab):
     with watched(server, slow=True, name="first"), Job(Bus(Watcher(server.board)), slow=True, name="second"):
         until(lambda: server.board.get(2) is not None)
@@ -289,6 +303,7 @@ def test_several_runs_share_the_charts_and_the_list_chooses_them(server, tab, tm
     assert "b val" not in labels(tab)["accuracy"]
 
 
+@pytest.mark.long
 def test_the_curves_of_runs_that_go_on_grow_in_the_shared_chart(server, tab):
     with watched(server, slow=True, name="first"), Job(Bus(Watcher(server.board)), slow=True, name="second"):
         until(lambda: server.board.get(2) is not None)
@@ -316,6 +331,7 @@ def test_the_page_of_several_runs_is_accessible_and_not_wider_than_the_screen(se
     context.close()
 
 
+@pytest.mark.long
 def test_a_page_that_waits_shows_the_first_run_when_it_begins_and_a_lost_connection(server, tab):
     tab.goto(server.url)
     wait(tab, "notice", "No run has begun yet")

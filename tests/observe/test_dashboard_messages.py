@@ -37,6 +37,7 @@ def columns_of(messages):
     return width, curves
 
 
+@pytest.mark.long
 def test_a_long_run_keeps_bounded_memory_and_the_least_and_greatest_of_each_part():
     one = MessageLog()
     one.post("hello", {"name": "long"})

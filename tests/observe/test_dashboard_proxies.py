@@ -29,6 +29,7 @@ def behind(proxy: str, to: int, folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}/training/"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("proxy", ["jupyter", "nginx", "nginx that names the server"])
 def test_behind_a_proxy_the_page_streams_and_controls_the_run(browser, tmp_path, proxy):
     hosts = ["hub.test", "train.test"]

@@ -36,6 +36,7 @@ STATIC = Path(dashboard.__file__).with_name("static")
 TOKENS = [None, "Bearer", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x", "Bearer \xe4"]
 
 
+@pytest.mark.long
 def test_a_command_needs_the_token_and_looking_does_not(server):
     with watched(server, slow=True) as job, Visitor(server, token=False) as visitor:
         for given in TOKENS:
@@ -86,6 +87,7 @@ OTHER_NAMES = [
 REQUESTS = [("GET", "/"), ("GET", "/runs.json"), ("GET", "/runs/1/events"), ("POST", "/runs/1/stop")]
 
 
+@pytest.mark.long
 def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server, visitor):
     with watched(server, slow=True) as job:
         for host, (method, path) in itertools.product(OTHER_NAMES, REQUESTS):
@@ -109,6 +111,7 @@ FOREIGN = [
 FORM = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # sent by a form of another page, or by its link
 
 
+@pytest.mark.long
 def test_what_pages_of_other_sites_send_is_refused_even_with_the_token_and_the_own_page_is_heard(server, visitor):
     with watched(server, slow=True) as job:
         for foreign in FOREIGN:
@@ -203,6 +206,7 @@ async def _with_readers(server, number, act):
         return result
 
 
+@pytest.mark.long
 def test_200_readers_give_the_training_thread_nothing_to_do(server, visitor):
     alone = calls_on_the_training_thread(Board())
     with watched(server, slow=True) as job:

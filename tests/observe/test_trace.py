@@ -208,6 +208,7 @@ def train(folder):
     return time.time_ns()
 
 
+@pytest.mark.long
 def test_each_rank_writes_its_own_trace_and_they_merge(tmp_path):
     outcomes = on_ranks(train, tmp_path / "run", folder=tmp_path)
     assert [one.exitcode for one in outcomes] == [0, 0]

@@ -81,6 +81,7 @@ def test_each_lane_has_a_track_and_arrows_from_its_events_and_a_counter_of_its_q
     assert max(picture.counters("memory of the process")) > 0
 
 
+@pytest.mark.long
 def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp_path, bus):
     bus.on("after_train_iter", os.path.exists, offload="process", capture=lambda event: str(event.progress.iter))
     bus.on("after_train_iter", lambda event: bus.drain(), priority="LOWEST")  # the end waits 10 s only
@@ -105,6 +106,7 @@ def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path, 
     assert names.count("checkpoint_committed") >= 2
 
 
+@pytest.mark.long
 def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path, bus):
     bus.on("after_train_iter", lambda event: gc.collect(), before=4)
     before = list(gc.callbacks)

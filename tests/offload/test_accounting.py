@@ -60,6 +60,7 @@ def subscribe(bus: Bus, mode: str, released: threading.Event, options: dict):
     return bus.on("after_train_iter", handle, offload="thread" if mode == "thread" else "inline", **options)
 
 
+@pytest.mark.long
 @given(
     mode=st.sampled_from(["async", "thread", "process"]),
     full=st.sampled_from(["block", "drop_old", "drop_new", "latest"]),

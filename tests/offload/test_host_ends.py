@@ -267,6 +267,7 @@ def test_a_handler_that_cancels_its_own_task_loses_no_other_event(run, logs):
 # ------------------------------------------------------------------------------- programs as other people's reports have them
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ASYNCIO)
 def test_the_garbage_collector_finds_no_task_of_a_bus(run, bus):
     """asyncio holds its tasks weakly (python/cpython#91887)."""

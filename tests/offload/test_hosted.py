@@ -186,6 +186,7 @@ async def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(bus, kind,
     assert bus.subscriptions[0].stats.delivered == 1
 
 
+@pytest.mark.long
 async def test_a_handler_that_swallows_its_cancellation_is_abandoned_and_named():
     bus = Bus(drain_timeout=0.01)
     started, over = anyio.Event(), anyio.Event()

@@ -33,6 +33,7 @@ def subscribe(bus: Bus, kind: str):
     return offload(bus, workers.act_on_all, kind, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["async", "thread", "captured", "process"])
 def test_thousands_of_interrupts_lose_nothing(bus, kind, quick_workers, no_worker_is_left, ctrl_c):
     subscription = subscribe(bus, kind)

@@ -88,6 +88,7 @@ STRIKE = """while not (started := multiprocessing.active_children()):
 """
 
 
+@pytest.mark.long
 def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_stderr(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.replace("STRIKE", STRIKE).replace("GUARD", 'if __name__ == "__main__":\n    main()'))
@@ -100,6 +101,7 @@ def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_
         assert word not in done.stderr
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path, script):
     path = tmp_path / "script.py"
     path.write_text(
@@ -197,8 +199,8 @@ def test_a_worker_that_is_killed_between_two_events_costs_none():
         worker.kill()
         wait([worker.sentinel])
         bus.publish(deed("nothing", 1))
+    assert [one.get("how", one) for one in logs] == ["SIGKILL"]
     assert subscription.stats.delivered == 2
-    assert [one["how"] for one in logs] == ["SIGKILL"]
 
 
 def test_an_exit_by_exception_kills_a_worker_at_work():
@@ -259,6 +261,7 @@ print(worker.pid, flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_worker_ends_with_a_program_that_is_killed(script):
     done = script(ENDS + "os.kill(os.getpid(), signal.SIGKILL)", cwd=ROOT)
     until(lambda: not Path(f"/proc/{done.stdout.strip()}").exists())
@@ -289,6 +292,7 @@ else:
     assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["0 2"], "")
 
 
+@pytest.mark.long
 def test_forks_that_are_made_while_a_worker_starts_do_not_hide_its_death(script):
     done = script(
         """
@@ -341,6 +345,7 @@ def test_a_value_that_cannot_be_pickled_fails_its_event_and_no_other(bus, logs):
     assert "lock" in str(logs[0]["exc_info"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closes_again", [False, True])
 @pytest.mark.parametrize("where", ["drain_until_quiet", "close"])
 def test_a_program_ends_after_ctrl_c_in_the_close_of_its_bus_and_may_close_it_again(script, where, closes_again):

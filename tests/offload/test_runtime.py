@@ -209,6 +209,7 @@ def test_cancelled_lanes_leave_no_thread_and_report_once():
         assert not bus._runtime._consumers
 
 
+@pytest.mark.long
 def test_a_drain_counts_every_event_once_while_handlers_come_and_go(bus, kind):
     subscriptions = []
     with bus:

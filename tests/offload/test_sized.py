@@ -114,6 +114,7 @@ def test_a_value_that_cannot_be_copied_releases_its_bytes(bus):
     assert subscription.stats.delivered == 1
 
 
+@pytest.mark.long
 def test_failed_and_abandoned_values_release_their_bytes():
     bus = Bus(abort_timeout=0.02)
     subscription, _, started, release = held(bus, on_error="log")

@@ -51,6 +51,7 @@ def test_rank_0_tells_the_end_of_a_run(ranks, posted, tmp_path):
     assert [(alert["kind"], alert["rank"]) for alert in got] == [("finished", 0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_failed_first_tells_it(outcomes, posted, tmp_path, rank):
     url, got = posted

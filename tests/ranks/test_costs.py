@@ -106,6 +106,7 @@ def test_a_straggler_among_four_ranks_is_named_with_what_it_is_slow_at(ranks):
     assert "waiting for data takes" in warnings[0]
 
 
+@pytest.mark.long
 def test_the_rank_that_waits_for_another_at_an_agreement_is_not_the_straggler(ranks):
     """Without gradients to exchange, the ranks meet where they agree whether to stop, at the end of an iteration."""
     for measured, costs, _ in ranks(train, {"step": 1}, ENOUGH, RANKS, 0.4, None, True):
@@ -114,6 +115,7 @@ def test_the_rank_that_waits_for_another_at_an_agreement_is_not_the_straggler(ra
         assert "waiting for the other ranks" in [one.name for one in costs.parts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["hook", "step"])
 def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, tmp_path, part):
     first, second = ranks(train, {part: 1}, ENOUGH, RANKS, 0.4, str(tmp_path / "run"))
@@ -140,6 +142,7 @@ def train_until_told(url: str) -> None:
     loop.run()
 
 
+@pytest.mark.long
 def test_a_webhook_is_told_of_the_slow_rank(ranks):
     server = Server()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -165,6 +168,7 @@ def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
         assert costs.ranks.iterations > measured[0].iterations > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("timing", [(0,), (1,)])
 def test_with_one_rank_that_measures_nothing_is_compared(ranks, timing):
     for rank, (measured, costs, warnings) in enumerate(ranks(train, {}, 3, timing, 0.1)):
@@ -192,6 +196,7 @@ def dies(at: int) -> None:
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_dies_does_not_hang_the_others(outcomes, at):
     found = outcomes(dies, at, group_timeout=20)
@@ -224,6 +229,7 @@ def hangs(folder: str) -> list[str]:
     return [line["event"] for line in logs]
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named(ranks, tmp_path):
     first, _ = ranks(hangs, str(tmp_path))
     [told] = [line for line in first if "has not reported" in line]

@@ -25,6 +25,7 @@ def places_of_all(kinds, given):
     return [data_ranks.places(kind, given) for kind in kinds]
 
 
+@pytest.mark.long
 def test_who_trains_on_different_batches_is_found_from_the_model_or_told(outcomes, ranks):
     assert [*zip(*ranks(places_of_all, [*PLACES], False, size=4), strict=True)] == [*map(tuple, PLACES.values())]
     ended = outcomes(places_of_all, [*CANNOT_BE_TOLD, *PLACES], False, size=4)
@@ -38,6 +39,7 @@ def validated_by_all(kinds):
     return [data_ranks.validated(kind) for kind in kinds]
 
 
+@pytest.mark.long
 def test_a_validation_counts_each_sample_once_whoever_has_the_outputs(ranks):
     ((whole,),) = ranks(validated_by_all, [""], size=1)
     assert whole["seen/count"] == data_ranks.ROWS
@@ -50,6 +52,7 @@ def clipped_by_all(kinds, norm_type):
     return [data_ranks.clipped(kind, norm_type) for kind in kinds]
 
 
+@pytest.mark.long
 @meshes.AVERAGES
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
@@ -67,6 +70,7 @@ def refused_by_all(kinds, given):
     return [data_ranks.refused(kind, data_ranks.all_ranks_divide, given=given) for kind in kinds]
 
 
+@pytest.mark.long
 def test_a_sampler_that_divides_the_data_within_a_copy_of_the_model_is_refused(ranks):
     for rank, (sharded, parallel) in enumerate(ranks(refused_by_all, ["FSDP2", "TP x FSDP2"], False, size=4)):
         assert sharded == "trained"
@@ -80,6 +84,7 @@ def trained_by_all(kinds, clip):
     return [data_ranks.trained(kind, clip) for kind in kinds]
 
 
+@pytest.mark.long
 @meshes.AVERAGES
 def test_a_global_batch_is_divided_among_the_copies_of_the_model(ranks):
     ((batches, losses, norms),) = ranks(trained_by_all, [""], 0.1, size=1)[0]
@@ -103,6 +108,7 @@ def trained_from_all(kind, folder, resume, stops):
     return data_ranks.trained_from(kind, folder, resume, stops=stops)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saved", "resumed"), [("TP x FSDP2", "FSDP2"), ("FSDP2", "TP x FSDP2")])
 def test_the_position_in_the_data_is_that_of_the_copy_of_the_model(outcomes, ranks, tmp_path, saved, resumed):
     sizes = {"TP x FSDP2": 4, "FSDP2": 2}
@@ -114,6 +120,7 @@ def test_the_position_in_the_data_is_that_of_the_copy_of_the_model(outcomes, ran
     assert "another number of processes" not in rest[0].output
 
 
+@pytest.mark.long
 def test_a_pipeline_whose_loss_is_not_on_rank_0_is_told_so_once(outcomes):
     ended = outcomes(data_ranks.reports, "PP x FSDP2", size=4)
     assert [one.output.count("rank 0 has reported nothing in the first iteration") for one in ended] == [1, 0, 0, 0]
@@ -121,12 +128,14 @@ def test_a_pipeline_whose_loss_is_not_on_rank_0_is_told_so_once(outcomes):
     assert not any("has reported nothing" in one.output for one in ended)
 
 
+@pytest.mark.long
 def test_samplers_that_shuffle_by_different_seeds_are_told_once(outcomes):
     for seeds, told in (([1, 1], 0), ([1, None], 0), ([1, 2], 1)):
         ended = outcomes(data_ranks.trained_with_seeds, seeds, size=2)
         assert sum(one.output.count("the samplers of the ranks have different seeds") for one in ended) == told
 
 
+@pytest.mark.long
 def test_a_place_that_the_user_has_given_stays_when_a_save_compares_the_ranks(ranks, tmp_path):
     for kind in ("PP", "experts"):
         found = ranks(data_ranks.places_after_a_save, kind, str(tmp_path / kind.replace(" ", "_")), size=4)

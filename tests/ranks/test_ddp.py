@@ -239,6 +239,7 @@ def save(work_dir: str, epochs: int, resume: str | None, stop_at: int | None) ->
     return jobs.weights(loop.model), loop.counters.iter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stops", [(None, None), (9, 19)])
 def test_resuming_on_2_1_and_2_processes_gives_the_weights_of_one_run(ranks, tmp_path, stops):
     straight = ranks(save, str(tmp_path / "straight"), 4, None, None, size=1)[0][0]
@@ -259,6 +260,7 @@ def with_dropout(work_dir: str, epochs: int, resume: str | None) -> Any:
     return jobs.weights(loop.model)
 
 
+@pytest.mark.long
 def test_every_rank_resumes_its_own_random_state(ranks, tmp_path):
     straight = ranks(with_dropout, str(tmp_path / "straight"), 2, None)
     ranks(with_dropout, str(tmp_path / "resumed"), 1, None)
@@ -284,6 +286,7 @@ def end_with_the_best(work_dir: str, shard: bool) -> Any:
     return loop.best.path.name, loop.best.score, loop.validate()["loss"], whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [False, True])
 def test_all_ranks_end_with_the_best_weights_and_averages(ranks, tmp_path, shard):
     """Rank 0 sends the file to ranks that do not see it; of a sharded one, each reads its part."""

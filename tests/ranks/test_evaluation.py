@@ -98,6 +98,7 @@ class Unsized:
         return iter(range(len(self.data)))
 
 
+@pytest.mark.long
 def test_ranks_may_have_different_numbers_of_batches_with_buffers_to_broadcast(ranks):
     for (batches, _), (first, kept), (second, theirs) in zip(UNEVEN, *ranks(uneven), strict=True):
         values = [float(10 * rank + index) for rank, number in enumerate(batches) for index in range(number)]
@@ -113,6 +114,7 @@ def refused(batches: list[int], shard: bool) -> None:
     jobs.make_loop(None, shard=shard, val_data=data).run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("batches", "shard", "told"),
     [([0, 0], False, "val_data yielded no batch"), ([2, 1], True, "rank 0: 2, rank 1: 1")],

@@ -32,6 +32,7 @@ def breaks(work_dir: str, where: str, shard: bool) -> None:
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "shard"),
     [
@@ -59,6 +60,7 @@ def trains(work_dir: str, dies: bool) -> Any:
     return jobs.weights(loop.model)
 
 
+@pytest.mark.long
 def test_a_process_killed_in_a_save_ends_the_others_and_the_previous_checkpoint_resumes(outcomes, ranks, tmp_path):
     place = tmp_path / "run"
     first, second = outcomes(trains, str(place), True)
@@ -107,13 +109,15 @@ def stands_still(work_dir: str, which: int) -> None:
     loop.run()
 
 
+@pytest.mark.long
 def test_ranks_wait_at_most_the_users_timeout_for_one_that_dies_before_it_joins(outcomes):
     first, second = outcomes(dies_before_it_joins, group_timeout=3)
     assert (first.exitcode, second.exitcode) == (1, 3)
     assert any(note.startswith("rank 1 did not answer") and "timeout=" in note for note in first.notes), first.output
 
 
-@pytest.mark.parametrize("which", [pytest.param(0, id="with the store"), pytest.param(1, id="without", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", [0, 1], ids=["with the store", "without"])
 def test_ranks_wait_at_most_the_users_timeout_for_a_silent_one_and_name_it(outcomes, tmp_path, which):
     found = outcomes(stands_still, str(tmp_path / "run"), which, group_timeout=3)
     assert found[which].exitcode == -signal.SIGKILL
@@ -134,6 +138,7 @@ def fails_twice() -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_a_later_run_does_not_raise_the_failure_of_an_earlier_one(ranks):
     for first, second in ranks(fails_twice):
         assert "first" in first
@@ -156,6 +161,7 @@ def reduces_offloaded(kind: str) -> None:
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["async", "thread", "timeout"])
 def test_a_collective_in_an_offloaded_handler_is_an_error_with_advice(outcomes, kind):
     for outcome in outcomes(reduces_offloaded, kind):  # the one that is first ends the other
@@ -171,6 +177,7 @@ def test_torchrun_without_a_process_group_is_an_error(monkeypatch):
         jobs.make_loop(None).run()
 
 
+@pytest.mark.long
 def test_ranks_share_the_work_dir_lock_and_all_are_refused_a_locked_one(outcomes, ranks, tmp_path):
     lock = DirectoryLock(tmp_path)
     for outcome in outcomes(trains, str(tmp_path), False):

@@ -107,6 +107,7 @@ def train(folder: Path, batches: int | None, options: dict[str, Any]) -> Trained
     return weights(loop.model), taken, next(hook.accumulate for hook in bus.hooks if isinstance(hook, Update))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_goes_on_with_other_processes_and_batches_takes_the_rest_of_its_epoch(ranks, tmp_path, workers):
     starts = [(2, 16, 2), (1, 16, 3), (2, 8, 4), (1, 12, None)]  # processes, global batch, batches
@@ -146,6 +147,7 @@ def test_a_loop_of_ones_own_and_endless_passes_take_each_sample_once_too(tmp_pat
     assert seen == Counter([*range(ROWS)] * 4)
 
 
+@pytest.mark.long
 def test_the_weights_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
     ((one, _, accumulates),) = ranks(train, tmp_path / "one", 12, {"global_batch": 8}, size=1)
     two = ranks(train, tmp_path / "two", 6, {"global_batch": 8}, size=2)
@@ -155,6 +157,7 @@ def test_the_weights_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
         torch.testing.assert_close(found, one)
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_the_same_size_is_bitwise_the_same(ranks, tmp_path):
     ((whole, _, _),) = ranks(train, tmp_path / "whole", None, {"global_batch": 12}, size=1)
     for batches in (5, None):

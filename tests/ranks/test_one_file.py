@@ -149,6 +149,7 @@ def appears_late(folder: str, kind: str) -> None:
                 run.checkpoints.save(f"{index}.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -210,6 +211,7 @@ def tries_to_divide(kinds: list[str]) -> dict[str, list[str]]:
 WITHIN = ["tensor", "tensor and shards", "groups"]
 
 
+@pytest.mark.long
 def test_a_global_batch_is_not_divided_within_a_replica(ranks):
     kinds = [*WITHIN, "shards", "copies and shards"]
     for found in ranks(tries_to_divide, kinds):

@@ -134,6 +134,7 @@ def joins(folder: str, how: str) -> bool:
         return connected.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["own_group", "process_group"])
 def test_no_rank_goes_on_and_may_end_before_all_have_connected(ranks, tmp_path, how):
     assert ranks(joins, str(tmp_path), how) == [True, True]

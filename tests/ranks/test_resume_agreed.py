@@ -54,6 +54,7 @@ def assert_resumed(outcomes, whole, *, epochs: int, receivers: tuple[int, ...]) 
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
+@pytest.mark.long
 def test_a_new_machine_in_the_place_of_rank_0_gets_the_file_of_the_other(run, whole, tmp_path):
     run("a", "b", epochs=2)
     assert not list((tmp_path / "b/run").glob("*.safetensors")), "rank 0 alone writes"
@@ -61,6 +62,7 @@ def test_a_new_machine_in_the_place_of_rank_0_gets_the_file_of_the_other(run, wh
     assert (tmp_path / "new/run/epoch_4.safetensors").exists()
 
 
+@pytest.mark.long
 def test_the_newest_checkpoint_wins_wherever_it_is(run, whole, tmp_path):
     run("a", "b", epochs=3)
     for case, (older, receivers) in enumerate([((True, False), (0,)), ((False, True), (1,)), ((False, False), ())]):
@@ -72,6 +74,7 @@ def test_the_newest_checkpoint_wins_wherever_it_is(run, whole, tmp_path):
         assert_resumed(run(*disks, epochs=4), whole, epochs=1, receivers=receivers)
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_replaced_by_a_good_copy_on_another_machine(run, whole, tmp_path):
     run("a", "b", epochs=3)
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -79,6 +82,7 @@ def test_a_damaged_file_is_replaced_by_a_good_copy_on_another_machine(run, whole
     assert_resumed(run("a", "copy", epochs=4), whole, epochs=1, receivers=(0,))
 
 
+@pytest.mark.long
 def test_a_given_file_is_sent_to_ranks_that_do_not_have_it(run, whole, tmp_path):
     run("a", "b", epochs=3)
     file = "run/epoch_3.safetensors"
@@ -91,6 +95,7 @@ def test_without_any_checkpoint_a_new_run_begins(run, whole):
     assert_resumed(run("a", "b", epochs=4), whole, epochs=4, receivers=())
 
 
+@pytest.mark.long
 def test_spread_tensors_that_a_rank_cannot_read_are_an_error_that_names_it(run, tmp_path):
     run("a", "a", epochs=1, shard=True)
     for one in run("new", "a", epochs=2, shard=True):
@@ -135,6 +140,7 @@ def train_to_store(folder: Path, disks: tuple[str, ...], epochs: int, down: bool
     return weights(loop.model), trained, sorted(file.name for file in Path("run").glob("epoch*"))
 
 
+@pytest.mark.long
 def test_what_waits_on_one_machine_is_resumed_by_all_and_uploaded_by_rank_0(outcomes, whole, tmp_path):
     def run(*disks: str, epochs: int, down: bool = False) -> list[Any]:
         found = outcomes(train_to_store, tmp_path, disks, epochs, down)
@@ -163,6 +169,7 @@ def train_in(folder: Path, epochs: int, resume: str | None) -> list[str]:
     return [file.name for file in disk.glob("best_*")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("empty", [None, 0])
 def test_best_scores_are_those_of_rank_0_where_each_rank_has_a_disk_of_its_own(ranks, tmp_path, empty):
     best, nothing = ranks(train_in, tmp_path, 2, None)

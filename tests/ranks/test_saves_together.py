@@ -38,6 +38,7 @@ def asks_alone(work_dir: str, mount_point: str, rank: int, shard: bool = False) 
     asking(jobs.make_loop(work_dir, epochs=1, shard=shard), mount_point, rank).run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_save_requested_by_one_rank_within_an_epoch_is_an_error(outcomes, tmp_path, rank, shard):
@@ -51,6 +52,7 @@ def test_a_save_requested_by_one_rank_within_an_epoch_is_an_error(outcomes, tmp_
     assert "not under a condition on run.rank" in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [False, True])
 def test_at_an_epochs_end_rank_0_decides_and_a_request_of_another_rank_alone_is_an_error(ranks, outcomes, tmp_path, shard):
     ranks(asks_alone, str(tmp_path / "first"), "after_train_epoch", 0, shard)
@@ -70,6 +72,7 @@ def asks_between_exchanges(work_dir: str) -> None:
     loop.run()
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_others_logs_it_until_they_request_the_save(outcomes, tmp_path):
     first, second = outcomes(asks_between_exchanges, str(tmp_path))
     assert "waiting for the other ranks to request this checkpoint" in first.output
@@ -98,6 +101,7 @@ def asks_for_one(folder: str) -> dict[tuple[str, float], list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_save_without_a_name_is_one_save_whichever_ranks_call_it(ranks, tmp_path):
     saved, _ = ranks(asks_for_one, str(tmp_path))
     assert {way: len(names) for way, names in saved.items()} == dict.fromkeys(saved, 1)
@@ -113,6 +117,7 @@ def sends_nothing(work_dir: str, waits: float) -> Any:
     return [entry["ranks"] for entry in logs if "random states" in entry["event"]]
 
 
+@pytest.mark.long
 def test_a_rank_that_sends_no_random_states_costs_no_file_and_resumes_with_derived_ones(ranks, tmp_path):
     assert ranks(sends_nothing, str(tmp_path), 0.2) == [["1"], []]
     first, second = load(tmp_path / "epoch_1.safetensors")["ranks"]
@@ -130,6 +135,7 @@ def leaves_messages(work_dir: str, busy: str) -> bool:
     return any(mailbox.has(f"{number}/1") for number in range(40))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
 def test_no_message_of_a_save_stays_in_the_store(ranks, tmp_path, busy):
     assert ranks(leaves_messages, str(tmp_path), busy)[0] is False
@@ -148,6 +154,7 @@ def finds_a_message(work_dir: str) -> None:
     jobs.make_loop(work_dir, CheckpointHook(1), epochs=1).run()
 
 
+@pytest.mark.long
 def test_a_message_of_processes_before_is_not_taken_for_a_rank_s(ranks, tmp_path):
     ranks(finds_a_message, str(tmp_path))
     assert [one["rng"] is not None for one in load(tmp_path / "epoch_1.safetensors")["ranks"]] == [True, True]
@@ -174,6 +181,7 @@ def saves_by_iterations(work_dir: str, shard: bool) -> None:
     jobs.make_loop(work_dir, CheckpointHook(3, by_epoch=False), shard=shard).run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [False, True])
 def test_saves_in_the_middle_of_an_epoch_are_made_by_all_ranks(ranks, tmp_path, shard):
     ranks(saves_by_iterations, str(tmp_path), shard)
@@ -208,6 +216,7 @@ def trains(folder: str, part: str, shard: bool = False) -> Any:
     return [value.tolist() for value in jobs.weights(model).values()], torch.rand(3).tolist()
 
 
+@pytest.mark.long
 def test_every_rank_resumes_bitwise_from_the_state_of_rank_0(ranks, tmp_path):
     whole = ranks(trains, str(tmp_path), "whole")
     ranks(trains, str(tmp_path), "half")

@@ -59,9 +59,10 @@ def trains_and_resumes(folder: str, shard: bool, ring: int) -> dict[str, int]:
     return dict(+counts)  # without the zeros
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shard", "ring"),
-    [(False, 64), pytest.param(False, 1, marks=pytest.mark.long), pytest.param(True, 1, marks=pytest.mark.long)],
+    [(False, 64), (False, 1), (True, 1)],
 )
 def test_with_four_times_the_ranks_a_training_thread_has_at_most_three_times_the_operations(ranks, tmp_path, shard, ring):
     two = ranks(trains_and_resumes, str(tmp_path / "two"), shard, ring)
@@ -85,6 +86,7 @@ def takes_the_maximum(ring: int) -> tuple[list[int], list[str], int]:
     return values.tolist(), everyone, counts["isend"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_values_of_any_number_of_ranks_are_merged_in_a_logarithmic_number_of_messages(ranks, size):
     for ring, messages in ((1, (size - 1).bit_length()), (64, 0)):
@@ -100,6 +102,7 @@ def asks_alone(folder: str, rank: int) -> None:
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_save_that_one_of_many_ranks_requests_is_an_error(outcomes, tmp_path, rank):
     ended = outcomes(asks_alone, str(tmp_path / "run"), rank, size=4)

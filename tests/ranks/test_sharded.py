@@ -45,6 +45,7 @@ def train(work_dir: str, epochs: int, resume: str | None, shard: bool = True, *o
     return whole(loop.model.state_dict())
 
 
+@pytest.mark.long
 def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(ranks, tmp_path):
     (single,) = ranks(train, str(tmp_path / "single"), 4, None, False, size=1)
     place = tmp_path / "sharded"
@@ -61,6 +62,7 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
         torch.testing.assert_close(resumed, single)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [(), (Changes(),)])
 def test_shards_and_their_directories_are_created_and_removed_together(ranks, tmp_path, others):
     ranks(train, str(tmp_path), 4, None, True, *others)
@@ -163,6 +165,7 @@ def assert_restored(found: Any, tree: Any) -> None:
     assert all(torch.equal(moments[index][key], value) for index, one in saved.items() for key, value in one.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["", "local://"], ids=["disk", "store"])
 def test_a_save_of_2_processes_is_bitwise_the_same_on_1_3_and_4(ranks, tmp_path, place):
     ranks(trained, f"{place}{tmp_path}", {})
@@ -173,6 +176,7 @@ def test_a_save_of_2_processes_is_bitwise_the_same_on_1_3_and_4(ranks, tmp_path,
             assert_restored(found, tree)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_sharded_checkpoint_of_0_2_resumes_with_the_same_values(ranks, size):
     old = Path(__file__).parent / "old_files"
@@ -208,6 +212,7 @@ def resumed(directory: str) -> Any:
     return at[0], verified
 
 
+@pytest.mark.long
 def test_each_rank_verifies_some_parts_and_all_skip_a_checkpoint_with_a_damaged_one(ranks, tmp_path):
     ranks(train, str(tmp_path), 2, None)
     for rank, found in enumerate(ranks(resumed, str(tmp_path))):
@@ -241,6 +246,7 @@ def told_of(out_dir: str, texts: tuple[str, ...], rank: int | None, options: dic
     return told
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_a_part_of_a_sharded_save_ends_no_run(ranks, tmp_path):
     for told in ranks(told_of, f"local://{tmp_path}", ("/epoch_2-",), 1, {"max_keep_ckpts": 1}):
         assert told[:2] == [("uploaded", "epoch_1"), ("failed", "epoch_2")]
@@ -249,6 +255,7 @@ def test_a_store_that_refuses_a_part_of_a_sharded_save_ends_no_run(ranks, tmp_pa
     assert load_whole(tmp_path / "epoch_3.safetensors")["progress"]["epoch"] == 3
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_a_second_name_of_a_sharded_save_has_the_others(outcomes, tmp_path):
     options = {"save_best": "loss"}
     for one in outcomes(told_of, f"local://{tmp_path}", ("best_loss_epoch_3.",), None, options):
@@ -264,6 +271,7 @@ def in_two_stores(one: str, other: str) -> None:
     loop.run()
 
 
+@pytest.mark.long
 def test_a_store_that_has_the_last_sharded_save_does_not_hide_one_that_lacks_it(outcomes, tmp_path):
     for one in outcomes(in_two_stores, str(tmp_path / "one"), str(tmp_path / "other")):
         assert one.exitcode == 1
@@ -271,6 +279,7 @@ def test_a_store_that_has_the_last_sharded_save_does_not_hide_one_that_lacks_it(
     assert load_whole(tmp_path / "other/epoch_1.safetensors")["progress"]["epoch"] == 1
 
 
+@pytest.mark.long
 def test_a_run_whose_last_sharded_save_a_store_refuses_fails_at_its_end(outcomes, tmp_path):
     for one in outcomes(told_of, f"local://{tmp_path}", ("/epoch_3-",), 1, {}):
         assert one.exitcode == 1
@@ -284,6 +293,7 @@ def in_two_directories(one: str, other: str) -> Any:
     jobs.make_loop(None, CheckpointHook(interval=1, out_dir=one), second, epochs=2, shard=True).run()
 
 
+@pytest.mark.long
 def test_each_directory_of_a_sharded_save_has_all_its_parts(ranks, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     ranks(in_two_directories, str(one), f"local://{other}")
@@ -302,6 +312,7 @@ def refused_in_the_store(here: str, store: str) -> None:
     jobs.make_loop(None, first, second, epochs=3, shard=True).run()
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_a_sharded_save_costs_no_file_on_disk(ranks, tmp_path):
     here, store = tmp_path / "here", tmp_path / "store"
     ranks(refused_in_the_store, str(here), str(store))
@@ -310,12 +321,14 @@ def test_a_store_that_refuses_a_sharded_save_costs_no_file_on_disk(ranks, tmp_pa
     assert load_whole(store / "epoch_3.safetensors")["progress"]["epoch"] == 3
 
 
+@pytest.mark.long
 def test_a_store_that_each_process_has_for_itself_takes_no_sharded_save(outcomes):
     for one in outcomes(trained, "memory://apart", {}):
         assert one.exitcode == 1
         assert "__1.safetensors" in one.error
 
 
+@pytest.mark.long
 def test_in_a_store_old_parts_are_removed_with_their_checkpoints(ranks, tmp_path):
     ranks(trained, f"local://{tmp_path}/store", {"save_best": "loss"})
     place = tmp_path / "store"
@@ -415,6 +428,7 @@ def named_twice(one: str, other: str) -> None:
     jobs.make_loop(None, names, epochs=3, shard=True).run()
 
 
+@pytest.mark.long
 def test_ranks_write_a_save_that_is_not_replaced_before_its_other_name(ranks, tmp_path):
     ranks(named_twice, str(tmp_path / "one"), str(tmp_path / "other"))
     trees = {file.stem: load_whole(file)["progress"]["epoch"] for file in tmp_path.glob("*/*.safetensors")}
@@ -469,6 +483,7 @@ def failed_and_again(one: str, other: str, late: int) -> None:
     loop.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [0, 1])
 def test_all_ranks_write_a_file_again_that_one_of_them_knows_has_failed(ranks, tmp_path, late):
     ranks(failed_and_again, str(tmp_path / "one"), str(tmp_path / "other"), late)
@@ -504,6 +519,7 @@ def tied(work_dir: str, epochs: int, resume: str | None) -> Any:
     return whole(model.state_dict())
 
 
+@pytest.mark.long
 def test_tied_weights_are_stored_once_and_stay_tied(ranks, tmp_path):
     begun, _ = ranks(tied, str(tmp_path), 1, None)
     state = load_whole(tmp_path / "epoch_1.safetensors")["state_dict"]
@@ -544,6 +560,7 @@ def average(work_dir: str, epochs: int, resume: str | None, shard: bool) -> Any:
     return watch.losses, whole(loop.model.state_dict()), whole(ema.average.tensors), watch.seen, watch.kept
 
 
+@pytest.mark.long
 def test_sharded_averages_equal_those_of_one_process_in_validation_and_after_resuming(ranks, tmp_path):
     same = torch.testing.assert_close
     ((losses, raw, averaged, _, _),) = ranks(average, str(tmp_path / "single"), 4, None, False, size=1)
@@ -625,6 +642,7 @@ def in_two_dimensions(work_dir: str, kind: str, resume: str | None) -> Any:
     return whole(model.state_dict()), state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("replicas", marks=meshes.AVERAGES), "parts of parts"])
 def test_meshes_of_two_dimensions_save_each_element_once_and_get_it_back(ranks, tmp_path, kind):
     saved = ranks(in_two_dimensions, str(tmp_path), kind, None, size=4)

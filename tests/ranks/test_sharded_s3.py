@@ -45,6 +45,7 @@ def there(environment: dict[str, str], function: Callable[..., Any], *args: Any)
     return function(*args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"staging": "overlap", "busy": "replace"}], ids=str)
 def test_a_sharded_save_of_2_processes_in_s3_is_bitwise_the_same_on_1_3_and_4(server, ranks, tmp_path, options):
     ranks(there, server, trained, URL, options)
@@ -61,6 +62,7 @@ def test_a_sharded_save_of_2_processes_in_s3_is_bitwise_the_same_on_1_3_and_4(se
             assert_restored(found, tree)
 
 
+@pytest.mark.long
 def test_what_two_disks_keep_when_s3_is_out_is_uploaded_once_it_answers_by_other_ranks(server, s3, ranks, tmp_path):
     def run(*disks: str, epochs: int, refuses: str = "") -> Any:
         s3.fault = lambda method, path: "403 Forbidden" if method in ("PUT", "POST") and refuses and refuses in path else None

@@ -82,12 +82,14 @@ def starts(outcomes, tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain stream", "stateful stream"])
 def test_a_stream_goes_on_exactly_with_as_many_processes(starts, kind):
     seen, _ = starts(kind, 2, 2)
     assert seen == Counter(range(ROWS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_global_batches_go_on_exactly_also_in_a_loader_with_a_state_of_one_process(starts, before, after):
     seen, _ = starts("global batches", before, after)

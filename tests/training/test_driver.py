@@ -268,6 +268,7 @@ def stand(run: Run, trace: Any) -> tuple[Any, ...]:
     return len(trace.events), run.progress, run.state.counters.saved(), run.state.machine.innermost, run.state.version
 
 
+@pytest.mark.long
 def test_fail_ends_an_open_run_although_the_error_has_the_place_in_memory_of_an_earlier_one(parts, bus):
     refuse = bus.on("before_run", fails(ZeroDivisionError))
     drive = Run(bus, model=parts.model()).drive()

@@ -30,6 +30,7 @@ def test_a_stop_iteration_in_a_users_own_loop_is_an_error(parts, bus, mount_poin
             list(run.validate(parts.batches(2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("offload", "error"),
     [*itertools.product(["thread", "async"], [StopIteration, StopAsyncIteration]), ("process", StopIteration)],

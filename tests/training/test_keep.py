@@ -251,6 +251,7 @@ def test_an_array_of_another_size_replaces_the_attribute(tmp_path):
 ENVIRONMENTS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1", "Blackjack-v1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 @pytest.mark.parametrize("vector", [False, True])
 def test_environments_of_gymnasium_come_back_in_the_middle_of_an_episode(tmp_path, name, vector, logs):
@@ -360,6 +361,7 @@ def train_in_heads(folder, order, *, kill=None, resume=None, ledger=None):
     return kept.heads, model.weight.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [list(range(1_200)), list(range(50_000)), np.arange(300_000)], ids=["1200", "50000", "array"])
 def test_a_large_value_that_an_epoch_begins_by_changing_comes_back(tmp_path, order, logs):
     whole = train_in_heads(tmp_path / "whole", copy.copy(order))
@@ -383,6 +385,7 @@ class Ledger:
         assert len(state["rows"]) == 1_000
 
 
+@pytest.mark.long
 def test_what_is_too_large_to_copy_is_told_once_and_leaves_small_values_exact(tmp_path, logs):
     order = [*range(200_000)]
     with pytest.raises(KeyboardInterrupt):

@@ -108,6 +108,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader", [Stateful, Unsized])
 @pytest.mark.parametrize("limit", [1, 3, 8])
 def test_a_limited_epoch_of_a_loader_with_a_state_is_resumed_without_reading_it_again(parts, tmp_path, limit, loader):

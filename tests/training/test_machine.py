@@ -524,6 +524,7 @@ def outcome(way: Any, one: Any, strikes: Any, by_iter: bool) -> Any:
     return heard, None if isinstance(ended, RunStopped | None) else ERRORS.get(type(ended), type(ended))
 
 
+@pytest.mark.long
 @settings(derandomize=True, database=None)
 @example([("before_train", 1, "stop", "code")], False)
 @given(STRIKES, st.booleans())

@@ -198,6 +198,7 @@ def test_what_a_hook_deferred_and_its_after_run_come_when_its_lanes_are_empty(pa
     assert ends == [("after_run", 8), ("before_run", 8)]
 
 
+@pytest.mark.long
 def test_after_an_exception_what_a_hook_deferred_comes_when_its_lanes_are_empty_or_the_bus_waits_no_longer(parts):
     bus = Bus(ship := Ship())
     bus.on("after_train_iter", lambda event: event.batch_idx == 2 and fails(Boom)(), priority=95)

@@ -23,6 +23,7 @@ def plain(parts, model, optimizer, loader, *, epochs=2, accumulate=1, clip=None)
     return norms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_train_loop_ends_bitwise_where_a_plain_loop_does(parts, bus, workers):
     dataset = TensorDataset(torch.randn(22, 4), torch.arange(22) % 3)

@@ -67,6 +67,7 @@ def strike(batches):
     return int(pid), indices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("kind", "context"),
@@ -136,6 +137,7 @@ def test_a_forked_process_leaves_the_workers_as_they_are_and_its_own_obey():
             assert len(list(batches)) == 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["", "sys.kept = True; raise SystemExit"], ids=["in order", "cut short"])
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path, context, end):

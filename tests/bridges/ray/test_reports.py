@@ -173,6 +173,7 @@ def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, change, lo
     assert any(one.get("id") == "ray-report-late" for one in logs)
 
 
+@pytest.mark.long
 def test_a_notice_saves_and_training_goes_on(train, tmp_path):
     ray = Ray(tmp_path)
 

@@ -300,6 +300,7 @@ def test_wandb_reads_histograms_and_texts(tmp_path):
     assert column(found, "val/step") == [(3, 1), (6, 2)]  # also in the rows of the validation's metrics
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("offline")
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_reads_histograms_and_texts(client, tmp_path):

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ig
 AT = Where("train", epoch=1, iter=3)
 
 
+@pytest.mark.long
 def test_logged_data_is_readable_by_the_mlflow_client(client, tmp_path):
     config = {"lr": 0.1, "model": {"depth": 3, "names": ["a"]}}
     report = lambda event: event.run.report(noise=Image(torch.ones(3, 2, 5)))  # noqa: E731
@@ -54,6 +55,7 @@ def test_a_run_missing_from_the_store_is_created_again(client, tmp_path):
     assert (tmp_path / "mlflow_run_id").read_text() == f"{run.info.run_id}\n"
 
 
+@pytest.mark.long
 def test_large_batches_are_split_and_invalid_names_are_replaced(client, tmp_path):
     write(MLflowWriter(), tmp_path, *((step, {"val/AR@100": float(step), "val/ü": 1.0}) for step in range(600)))
     found = client(tmp_path)

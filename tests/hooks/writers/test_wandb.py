@@ -70,6 +70,7 @@ def test_an_option_that_wandb_init_lacks_or_that_the_writer_sets_itself_is_an_er
         WandbWriter(**{option: "x"})
 
 
+@pytest.mark.long
 def test_a_run_of_wandb_is_continued_by_its_id_from_a_new_folder(wandb, tmp_path):
     for _ in range(2):
         write(WandbWriter("digits", id="abc123"), tmp_path)

@@ -433,6 +433,7 @@ def test_an_optimizer_that_refuses_its_state_is_an_error_or_starts_fresh(parts, 
     parts.assert_same(loop.optimizer.state_dict(), loop.optimizer.fresh)
 
 
+@pytest.mark.long
 def test_what_a_resume_has_loaded_is_freed_without_the_garbage_collector(parts, tmp_path):
     """All but the optimizer's state, whose tensors become its own."""
     make = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731

@@ -105,6 +105,7 @@ def test_validations_after_a_resume_are_those_of_a_run_that_was_never_stopped(
     check(parts, tmp_path, mount_point, count, loader=loader, validation=validation, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mount_point", "count", "options"),
     [
@@ -139,6 +140,7 @@ def test_a_stop_in_the_last_iteration_leaves_the_last_validation_to_the_resumed_
     assert resumed.trace.names.count("after_val") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second", "options"),
     [
@@ -456,6 +458,7 @@ def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, bus, 
     assert way is None or end in ("stop", "cancel") or told == notes[-1:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("opened", "end"),
     [

@@ -148,6 +148,7 @@ def train(make, folder, *, stop=None, resume=None, stateful=False):
 STOPS = [1, 3, 5, 6, 7, 12, 15]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("kind", [Order, Global, Told, Stateful, Anew])
 def test_a_resumed_run_gets_the_batches_that_are_left(tmp_path, kind, batched, logs):
