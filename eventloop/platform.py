@@ -42,7 +42,8 @@ IN_USE_STAYS: Final = _WINDOWS
 """Whether a file that is open can be neither removed nor renamed nor replaced, and a name that exists is not renamed over."""
 PATIENCE: Final = Seam(5.0)
 """Seconds to wait for other programs that have a file open, such as a scanner for viruses, where files in use stay."""
-NOT_IN_NAMES: Final = '<>:"/\\|?*' if _WINDOWS else "/"
+_NOT_EVERYWHERE: Final = '<>:"/\\|?*'
+NOT_IN_NAMES: Final = _NOT_EVERYWHERE if _WINDOWS else "/"
 """Characters that no file's name has."""
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -58,6 +59,17 @@ def open_file(path: str | os.PathLike[str], flags: int, *, follow: bool = False)
     if not (follow or hasattr(os, "O_NOFOLLOW")) and Path(path).is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     return os.open(path, flags | _BINARY | (0 if follow else _PLAIN), 0o666)  # the umask decides, as with open()
+
+
+def portable_name(text: str) -> str:
+    """Return ``text`` as a part of a file name on every system: ``_`` stands for characters that one of them refuses."""
+    return "".join("_" if one in _NOT_EVERYWHERE or one < " " else one for one in text)
+
+
+def refused_name(path: Path) -> str:
+    """Return the first name in a path that no file can have here; "" if there is none."""
+    names = path.parts[len(path.anchor) > 0 :] if _WINDOWS else ()
+    return next((one for one in names if {*one} & {*NOT_IN_NAMES} or (one[-1] in ". " and one.strip("."))), "")
 
 
 def unique_name() -> str:

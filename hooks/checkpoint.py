@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop import (
+    CheckpointError,
+    ConfigurationError,
+    Hook,
+    Priority,
+    check_options,
+    events,
+    get_logger,
+    mount,
+    platform,
+)
 from trainbus.eventloop.checkpoint import (
     AnyPath,
     Busy,
@@ -319,7 +329,7 @@ class CheckpointHook(CopiedAnew, Hook):
         by_epoch = self.by_epoch and event.progress.max_iters is None
         when = self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
         for metric, score in self._kept.improved(event.metrics):
-            file = f"best_{metric.replace('/', '_')}_{when}"
+            file = f"best_{platform.portable_name(metric)}_{when}"
             self._request(event.run, file, metric, score)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
@@ -405,7 +415,8 @@ def _checked_template(template: str) -> str:
         name = template.format(1)
     except (IndexError, KeyError, ValueError, AttributeError):
         name = template
-    if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
+    lacks = {*name} & {*platform.NOT_IN_NAMES}
+    if name == template or lacks or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
         advice = f'give a file name that has one {{}} for the count and ends in {SUFFIX}, such as "model_{{}}{SUFFIX}"'
         raise ConfigurationError(f"filename_tmpl={template!r}: {advice}")
     return template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, get_args
 
-from trainbus.eventloop import ConfigurationError, TrainingError, get_logger
+from trainbus.eventloop import ConfigurationError, TrainingError, get_logger, platform
 from trainbus.eventloop.events import AfterRun, AfterTrain, BeforeTrain
 from trainbus.eventloop.training import ONE_NUMBER, missing_metric, not_a_number
 from trainbus.hooks.options import one_or_more
@@ -68,6 +68,8 @@ class BestMetrics:
         """Names of the metrics; ``("auto",)`` until the first validation."""
         if "auto" in self.names and len(self.names) > 1:
             raise ConfigurationError(f'save_best={list(self.names)}: give "auto" alone, or only names of metrics')
+        if len({*map(platform.portable_name, self.names)}) < len(self.names):
+            raise ConfigurationError(f"save_best={list(self.names)}: two of them would have one file name; rename a metric")
         rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
         if not all(one in (None, *get_args(Rule)) for one in rules):
             raise ConfigurationError(f'rule={rule!r}: give "greater" or "less", or a list of these')

@@ -118,6 +118,7 @@ def test_a_begin_beyond_the_training_is_a_warning(job, tmp_path, options, last, 
         ),
         ({"save_best": ["acc", "fid"], "rule": ["less"]}, {"acc": [1, 2], "fid": [3, 4]}, {"acc_epoch_1", "fid_epoch_1"}),
         ({"save_best": "auto", "rule": ["less"]}, {"acc": [1, 2], "fid": [3, 4]}, {"acc_epoch_1"}),
+        ({"save_best": "acc/AP@[.5:.95]"}, {"acc/AP@[.5:.95]": [1, 2]}, {"acc_AP@[.5_.95]_epoch_2"}),  # Windows lacks ":"
     ],
 )
 def test_the_best_file_of_each_metric(job, tmp_path, options, scores, best):

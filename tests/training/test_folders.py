@@ -6,7 +6,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from trainbus.eventloop import Bus, Hook, Run
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, platform
 from trainbus.eventloop.checkpoint import load
 from trainbus.hooks import CheckpointHook, LoggerHook
 from trainbus.hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
@@ -54,6 +54,13 @@ def test_auto_goes_on_with_the_run_of_the_highest_number(tmp_path):
     assert load(tmp_path / "first-10" / "epoch_3.safetensors")["progress"]["iter"] == 3
     assert not list(tmp_path.glob("*/epoch_4.safetensors"))
     assert not (tmp_path / "first" / "epoch_3.safetensors").exists()
+
+
+@pytest.mark.skipif(platform.NOT_IN_NAMES == "/", reason="this system has all such names")
+@pytest.mark.parametrize("name", ["10:14:29", "ends with a dot."])
+def test_a_folder_that_the_system_cannot_have_is_refused_at_the_first_update(tmp_path, name):
+    with pytest.raises(ConfigurationError, match=f"no files named '{name}'; rename it"):
+        make_loop(tmp_path / name / "run").run()
 
 
 def test_other_files_in_the_folder_are_no_run(tmp_path):

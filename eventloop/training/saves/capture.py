@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainbus.eventloop import events as ev
+from trainbus.eventloop import platform
 from trainbus.eventloop.checkpoint import AnyPath, Overlap, StageBuffer, stage, weights_only
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.log import get_logger
@@ -77,6 +78,8 @@ class Capture:
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError for an option that does not work with this model, or a path that cannot be written."""
         request.check()
+        if isinstance(request.path, Path) and (name := platform.refused_name(request.path)):
+            raise ConfigurationError(f"cannot save to {request.path}: this system has no files named {name!r}; rename it")
         directory = request.path.parent
         if directory not in self._opened().made and directory.is_file():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")

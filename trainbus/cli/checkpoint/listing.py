@@ -28,6 +28,7 @@ from trainbus.eventloop.checkpoint import (
     verify_shards,
 )
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.platform import portable_name
 from trainbus.eventloop.terminal import printable
 from trainbus.eventloop.training.saves.discover import file_named, is_candidate, newest_first, read_pointer
 from trainbus.eventloop.training.schema import LAST, how_far
@@ -203,7 +204,7 @@ def _score(found: Found) -> str:
     if not found.scores:
         return ""
     names = [path.name for path in found.names]
-    best = (metric for metric in found.scores if any(name.startswith(f"best_{metric.replace('/', '_')}_") for name in names))
+    best = (metric for metric in found.scores if any(name.startswith(f"best_{portable_name(metric)}_") for name in names))
     metric = next(best, next(iter(found.scores)))
     value = found.scores[metric]
     return f"{metric} {value:.4g}" if isinstance(value, float) else f"{metric} {value}"
