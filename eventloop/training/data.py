@@ -258,7 +258,7 @@ class Feed:
             draws.before_step()
             return self._given
         if (batch := self._ahead) is _MISSING:
-            batch = _END if self._at_limit else self._pull()
+            batch = _END if self.limit is not None and self.used >= self.limit else self._pull()
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
             if self._endless is None:

@@ -177,7 +177,7 @@ class OpenLoops:
             self.drive.returns.begin_batch(self.run)
         elif self.nests or not state.counters.batches:
             state.draw_batch_from(get_rng_state() if self.owned and self.run.checkpointer.directories else None)
-        else:
+        elif state.batch_rng is not None:
             state.draw_batch_from(None)
 
     def stop(self) -> None:
