@@ -62,6 +62,7 @@ multiprocessing.set_forkserver_preload(
 # Tests whose programs train in several processes at once run one after the other, on one of pytest's two workers: two such
 # tests at once need more cores than there are, and some would come near their time limit. None needs it to pass.
 ALONE = (
+    "bridges/ray/",
     "bridges/test_processes.py",
     "bridges/test_rounds.py",
     "bridges/torchft/test_groups.py",
