@@ -9,6 +9,7 @@ import torch
 from trainbus.eventloop import device as door
 
 HPU = torch.device("hpu", 1)
+forget_modules = getattr(torch.get_device_module, "cache_clear", lambda: None)  # torch 2.7 looks each time
 
 
 class Event:
@@ -62,10 +63,10 @@ def hpu(monkeypatch, change):
     monkeypatch.setattr(torch, "hpu", module, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
     change(door.NEW_PINNED, lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    torch.get_device_module.cache_clear()
+    forget_modules()
     door.forget_types()
     yield module
-    torch.get_device_module.cache_clear()
+    forget_modules()
     door.forget_types()
 
 
@@ -156,7 +157,7 @@ def test_a_type_with_one_device_has_one_random_state(hpu, monkeypatch):
     """As MPS: no index, no list."""
     only = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda: torch.tensor([5]), set_rng_state=hpu.states.append)
     monkeypatch.setattr(torch, "hpu", only)
-    torch.get_device_module.cache_clear()
+    forget_modules()
     door.set_random_states_of_devices({"hpu": [torch.tensor([6])]})
     assert int(hpu.states[-1]) == 6
     assert [int(state) for state in door.random_states_of_devices()["hpu"]] == [5]

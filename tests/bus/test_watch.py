@@ -323,6 +323,7 @@ def test_watching_a_model_compiled_with_fullgraph_is_an_error(bus, model, inputs
     made = torch.compile(model, backend="eager", fullgraph=True)
     bus.watch(made, "head")
     made(inputs)
-    with bus.on("after_module_forward", lambda event: None), pytest.raises(Exception, match=r"bus.watch"):
+    names = r"bus.watch|_Tap"  # the latter is what torch 2.7 names
+    with bus.on("after_module_forward", lambda event: None), pytest.raises(Exception, match=names):
         made(inputs)
     made(inputs)

@@ -245,6 +245,8 @@ def test_the_state_of_every_torch_scheduler_round_trips(path, kind):
     for _ in range(3):
         scheduler.step(*([0.5] if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else []))
     state = scheduler.state_dict()
+    if any(map(callable, state.values())):
+        pytest.skip("torch 2.7 leaves a function in it, which torch.load(weights_only=True) refuses, too")
     loaded = round_trip(state, path)
     assert canonical(loaded) == canonical(state)
     make_scheduler(kind, optimizer).load_state_dict(loaded)

@@ -8,11 +8,13 @@ from trainbus.cli import main
 from trainbus.eventloop import Bus, TrainLoop
 from trainbus.hooks import CheckpointHook
 
+from ..ranks import meshes
 from ..scripts import run_on_ranks
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "fsdp2_dcp.py"
 
 
+@meshes.AVERAGES
 def test_a_training_goes_from_two_processes_of_its_engine_to_a_run_and_back(example, tmp_path):
     run = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     for ended in run_on_ranks(run, tmp_path, arguments=[tmp_path / "theirs"]):
