@@ -29,7 +29,6 @@ app = App(
     help="An async event-bus runtime for PyTorch training.",
     version=lambda: f"trainbus {_version()}",
     version_format="plaintext",
-    help_format="plaintext",  # Markdown takes 40 ms to import
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
     exit_on_error=False,
