@@ -75,7 +75,7 @@ def host(session: nox.Session, name: str) -> None:
     if name == "mmengine":  # its OpenCV needs libraries of a desktop
         session.run("pip", "uninstall", "-y", "opencv-python", external=True, success_codes=[0, 1])
         session.install("opencv-python-headless")
-    session.run("pytest", *HOSTS[name], *session.posargs)
+    session.run("pytest", "-m", "", *HOSTS[name], *session.posargs)
 
 
 @nox.session
@@ -83,7 +83,7 @@ def host(session: nox.Session, name: str) -> None:
 def engine(session: nox.Session, name: str) -> None:
     """The bus in an engine for many machines."""
     install(session, name)
-    session.run("pytest", *ENGINES[name], *session.posargs)
+    session.run("pytest", "-m", "", *ENGINES[name], *session.posargs)
 
 
 @nox.session
