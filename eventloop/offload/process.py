@@ -61,12 +61,7 @@ class ProcessCaller(Caller):
     def call(self, delivery: Delivery, what: Any) -> None:
         """Call the handler in the worker; start a worker if there is none."""
         if self._process is not None and wait([self._process.sentinel], 0):
-            log.warning(
-                "a worker process ended between two events and is replaced",
-                id="worker-replaced",
-                handler=self._label,
-                how=_how(self._lose()),
-            )
+            self._replace()
         with self._lock:
             if self._refuses:
                 raise WorkerDiedError(f"{delivery.lane.label} was not called: the bus has closed")
@@ -80,10 +75,15 @@ class ProcessCaller(Caller):
             Pickler(self._file, 5).dump(what)
             self._file.truncate()
             self._file.flush()
-            began, ended, error, pickled = self._run(delivery, [*self._handlers].index(delivery.lane))
+            answer = self._run(delivery, [*self._handlers].index(delivery.lane))
         finally:
             with self._lock:
                 self._busy = False
+        if answer is None:
+            self._replace()
+            self.call(delivery, what)
+            return
+        began, ended, error, pickled = answer
         if (meter := delivery.lane.meter) is not None:
             meter.record_work(pid, began, ended)
         if error is not None:
@@ -119,12 +119,28 @@ class ProcessCaller(Caller):
             platform.unblock_signals(waiting)
         self._process = process_of(self._executor)
 
+    def _replace(self) -> None:
+        log.warning(
+            "a worker process ended between two events and is replaced",
+            id="worker-replaced",
+            handler=self._label,
+            how=_how(self._lose()),
+        )
+
     def _run(self, delivery: Delivery, number: int | None = None) -> Any:
-        """Call the handler with this number in the worker; without one, wait until the worker has started."""
+        """Call the handler with this number in the worker; without one, wait until the worker has started.
+
+        Return None if the worker had ended before, and got nothing. Its executor may know that while its sentinel does not
+        tell any more: that of a fork server is read once.
+        """
         try:
             if number is None:
                 return self._executor.submit(int).result()
-            return self._executor.submit(_call, number, None if self._shared else self._content()).result(delivery.timeout)
+            try:
+                future = self._executor.submit(_call, number, None if self._shared else self._content())
+            except BrokenExecutor:
+                return None
+            return future.result(delivery.timeout)
         except TimeoutError:
             self._process.kill()
             self._lose()
