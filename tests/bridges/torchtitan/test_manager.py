@@ -194,7 +194,7 @@ def at_step(trainer, step, call):
 @pytest.mark.parametrize("bus", [True, False], ids=["bus", "bare"])
 def test_a_full_disk_ends_the_training_and_leaves_the_checkpoints_before(make, tmp_path, full, mode, place, bus):
     trainer, told = make(**mode), []
-    at_step(trainer, 4, full if place == "data" else partial(full, folder, "sync_directory"))
+    at_step(trainer, 4, full if place == "data" else partial(full, folder.platform, "sync_directory"))
     if bus:
         told = noted(hooks := Bus(), "checkpoint_failed", "path")
         attach(hooks, trainer)
