@@ -243,7 +243,7 @@ class ModelUpdates:
     def end(self, progress: Progress) -> bool:
         """Return True if the iteration that ends has an update that was not averaged yet, or the run has no optimizer."""
         if not self._averaged:  # the usual case
-            return not self._optimizers or (self._run.updated and any(map(self._run.steps.of, self._optimizers)))
+            return not self._optimizers or any(map(self._run.steps.of, self._optimizers))
         return any(self._is_new(one, progress) for one in self._optimizers)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:

@@ -68,7 +68,7 @@ class BestMetrics:
         """Names of the metrics; ``("auto",)`` until the first validation."""
         if "auto" in self.names and len(self.names) > 1:
             raise ConfigurationError(f'save_best={list(self.names)}: give "auto" alone, or only names of metrics')
-        if len({*map(platform.portable_name, self.names)}) < len(self.names):
+        if len(self.names) > 1 and len({*map(platform.portable_name, self.names)}) < len(self.names):
             raise ConfigurationError(f"save_best={list(self.names)}: two of them would have one file name; rename a metric")
         rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
         if not all(one in (None, *get_args(Rule)) for one in rules):
