@@ -81,7 +81,7 @@ def unique_name() -> str:
 def patiently(change: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
     """Call a function that renames or removes files.
 
-    Where the system refuses this for a file that somebody has open, call it again for at most ``PATIENCE`` seconds.
+    Some systems refuse this while a file is open elsewhere. There, try again for at most ``PATIENCE`` seconds.
 
     Raises:
         PermissionError: the file is still open then.

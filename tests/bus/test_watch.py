@@ -323,7 +323,7 @@ def test_watching_a_model_compiled_with_fullgraph_is_an_error(bus, model, inputs
     made = torch.compile(model, backend="eager", fullgraph=True)
     bus.watch(made, "head")
     made(inputs)
-    names = r"bus.watch|_Tap"  # the latter is what torch 2.7 names
+    names = "_Tap" if torch.__version__ < "2.8" else r"bus.watch"  # the hint of torch 2.7 has no place for ours
     with bus.on("after_module_forward", lambda event: None), pytest.raises(Exception, match=names):
         made(inputs)
     made(inputs)

@@ -80,6 +80,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"rule": "more"}, "rule"),
         ({"save_best": "speed"}, "speed"),
         ({"save_best": ["auto", "acc"]}, "auto"),
+        ({"save_best": ["acc/1", "acc:1"]}, "one file name"),
         ({"save_best": []}, "save_best"),
         ({"save_best": {"acc": "less"}}, r"save_best={'acc': 'less'}.*rule="),
         ({"save_best": ["acc", "loss"], "rule": ["greater", "less", "less"]}, "rule=.*'loss'"),
