@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures.process
 import multiprocessing.process
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -340,6 +341,16 @@ def not_compiled(function: Any, reason: str) -> Any:
     """Return a function that ``torch.compile`` does not trace; its errors give the reason."""
     disable: Any = torch.compiler.disable
     return disable(function, reason=reason) if "reason" in signature(disable).parameters else disable(function)  # torch 2.7
+
+
+def let_gloo_go() -> None:
+    """Give the threads of gloo groups time to release the tensors of our last collective, for which each needs the GIL.
+
+    Until torch 2.8, ``destroy_process_group()`` keeps the GIL while it waits for these threads, and may wait for ever
+    (pytorch/pytorch#56297; #154976 mended it).
+    """
+    if torch.__version__ < "2.8":
+        time.sleep(0.1)
 
 
 def tcp_store(store: Any) -> Any:

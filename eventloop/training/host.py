@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import let_gloo_go
 from trainbus.eventloop.training.distributed.ranks import join_ranks
 from trainbus.eventloop.training.driver import Driver, watch_steps
 from trainbus.eventloop.training.folders import DirectoryLock, free_number, newest_number, numbered
@@ -188,6 +189,8 @@ class OwnLoop:
         group = None if self.replicas is None else self.replicas.size
         trains, mesh = bool(run.optimizers), self._data_mesh
         state.join(join_ranks(run.bus, run.models, state.own, trains=trains, group=group, data_mesh=mesh))
+        if state.coordinator.size > 1:
+            self._drive.on_close.callback(let_gloo_go)
         run.feeds.layout = state.coordinator.layout
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.facts.update_steps)

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from ..scripts import start_processes_by_default
+from . import jobs
 
 
 @dataclass
@@ -69,7 +70,7 @@ def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Call
         traceback.print_exc()
     Path(f"{folder}/{rank}.pickle").write_bytes(pickle.dumps(outcome))
     if distributed.is_initialized() and not code:
-        distributed.destroy_process_group()
+        jobs.destroy_group()
     os._exit(code)  # as a script that ends: nothing of the test runner's is to run here
 
 

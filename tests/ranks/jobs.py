@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainbus.eventloop import Bus, Hook, TrainLoop
+from trainbus.eventloop.privates import let_gloo_go
 from trainbus.hooks import DistSamplerSeedHook
 
 BATCH = 8
@@ -33,6 +34,11 @@ class Right:
         for other in others:
             self.update(other.right, other.seen)
         return self
+
+
+def destroy_group() -> None:
+    let_gloo_go()
+    distributed.destroy_process_group()
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:

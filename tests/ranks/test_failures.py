@@ -90,7 +90,7 @@ def stands_still(work_dir: str, which: int) -> None:
         ports = [store and store.port]
         distributed.broadcast_object_list(ports)
         store = store or distributed.TCPStore("127.0.0.1", ports[0])
-        distributed.destroy_process_group()
+        jobs.destroy_group()
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=3))
     loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), shard=True)
     processes: list[Any] = [None, None]

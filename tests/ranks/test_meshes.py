@@ -69,6 +69,7 @@ def test_stages_of_a_pipeline_are_resumed_as_experts_of_which_each_process_has_s
     resumes(ranks, tmp_path / "epoch_2.safetensors", [("experts on meshes", 4)], expected, single[2])
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("kind", OTHERS)
@@ -88,6 +89,7 @@ def test_a_layout_is_saved_as_one_process_and_resumed_on_others(ranks, tmp_path,
     equal(again, {name: value for name, value in expected.items() if not name.startswith("average")})
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 def test_a_mesh_of_three_dimensions_is_saved_as_one_process_and_resumed_on_others(ranks, tmp_path):
     saved = ranks(meshes.train, "HSDP x TP", str(tmp_path), 2, None, size=8)
@@ -97,6 +99,7 @@ def test_a_mesh_of_three_dimensions_is_saved_as_one_process_and_resumed_on_other
     resumes(ranks, tmp_path / "epoch_2.safetensors", places, expected, single[2])
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 def test_experts_that_are_one_parameter_on_a_mesh_of_their_own_are_saved_as_one_process(ranks, tmp_path):
     kind = "grouped experts x FSDP2"

@@ -20,7 +20,7 @@ from trainbus.eventloop.checkpoint import load as load_file
 from trainbus.eventloop.checkpoint import load_whole, verify_shards
 from trainbus.hooks import CheckpointHook
 
-from . import jobs
+from . import jobs, meshes
 
 
 def raised(function: Callable[[], object]) -> str:
@@ -211,6 +211,7 @@ def tries_to_divide(kinds: list[str]) -> dict[str, list[str]]:
 WITHIN = ["tensor", "tensor and shards", "groups"]
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 def test_a_global_batch_is_not_divided_within_a_replica(ranks):
     kinds = [*WITHIN, "shards", "copies and shards"]

@@ -45,6 +45,7 @@ def train(work_dir: str, epochs: int, resume: str | None, shard: bool = True, *o
     return whole(loop.model.state_dict())
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(ranks, tmp_path):
     (single,) = ranks(train, str(tmp_path / "single"), 4, None, False, size=1)
@@ -560,6 +561,7 @@ def average(work_dir: str, epochs: int, resume: str | None, shard: bool) -> Any:
     return watch.losses, whole(loop.model.state_dict()), whole(ema.average.tensors), watch.seen, watch.kept
 
 
+@meshes.AVERAGES
 @pytest.mark.long
 def test_sharded_averages_equal_those_of_one_process_in_validation_and_after_resuming(ranks, tmp_path):
     same = torch.testing.assert_close
