@@ -225,6 +225,16 @@ class Fails(Hook):
             raise OSError("the disk is gone")
 
 
+class TakesRate(Hook):
+    """Takes the learning rate of the trial behind a resume, as the guide tells for population based training."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._rate = config["lr"]
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        event.run.optimizers["optimizer"].param_groups[0].update(lr=self._rate)
+
+
 def train_in_tune_with_the_hook_of_train(config: dict[str, Any]) -> None:
     Run(Bus(RayTrainHook()), model=nn.Linear(1, 1))
 
@@ -232,4 +242,4 @@ def train_in_tune_with_the_hook_of_train(config: dict[str, Any]) -> None:
 def train_in_tune(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     example = runpy.run_path(str(ROOT / "examples" / "ray_tune_digits.py"))
-    example["train"](config, [Fails(config)])
+    example["train"](config, [Fails(config), TakesRate(config)])

@@ -13,7 +13,7 @@ pytest.importorskip("ray.tune")
 pytest.importorskip("sklearn")
 
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
 from ...waiting import until
 from . import jobs
@@ -71,6 +71,25 @@ def test_a_trial_that_is_behind_is_ended_and_the_record_says_that_it_was_stopped
     assert (good.metrics["epoch"], bad.metrics["epoch"]) == (3, 1)
     assert state_of(good, folder) == "finished"
     until(lambda: state_of(bad, folder) == "stopped")  # Tune does not wait for the end of its actor
+
+
+def test_a_trial_of_a_population_trains_on_from_a_better_one_with_its_own_rate(cluster: Any, tmp_path: Path):
+    population = PopulationBasedTraining(
+        metric="accuracy",
+        mode="max",
+        time_attr="epoch",
+        perturbation_interval=1,
+        hyperparam_mutations={"lr": [5e-3]},
+        resample_probability=1.0,
+        quantile_fraction=0.5,
+        synch=True,  # both pause after an epoch
+    )
+    good, bad = search(tmp_path / "search", 2, tune.TuneConfig(scheduler=population), lr=tune.grid_search([1e-2, 1e-6]))
+    assert began(bad, tmp_path / "search")[:2] == [0, PER_EPOCH]
+    assert abs(bad.metrics["accuracy"] - good.metrics["accuracy"]) < 0.2  # alone it learns nothing
+    files = sorted(Path(bad.path).glob("checkpoint_*/checkpoint.safetensors"))
+    rates = [load(file)["optimizer"]["optimizer"]["param_groups"][0]["lr"] for file in files]
+    assert 5e-3 in rates
 
 
 def state_of(result: Any, folder: Path) -> str:
