@@ -202,7 +202,8 @@ def _named(value: Any) -> str:
 
 def described(value: Any) -> str:
     """Return the ``repr`` of an object, without its address and without secrets; of a class or function its name."""
-    if isinstance(value, type) or inspect.isroutine(value):
+    # A partial is a routine from Python 3.14 on, without a name.
+    if isinstance(value, type) or (inspect.isroutine(value) and hasattr(value, "__name__")):
         return _named(value)
     if _is(value, "torch", "Tensor"):
         return f"Tensor({tuple(value.shape)}, {value.dtype}, {value.device})"  # its values may be on another device

@@ -225,7 +225,7 @@ OUT = (".", "", "..", "/")
             (["--out", out], f"{Path(out)} is not empty; give the run an empty folder, such as {Path(out, 'run')}")
             for out in OUT
         ),
-        (["--out", "x" * 300], f"{'x' * 80}…: cannot be used: File name too long"),
+        (["--out", "x" * 300], "File name too long"),
         (["--out", "notes.txt/run"], "notes.txt/run: cannot create this folder: Not a directory"),
     ],
     ids=["resume", "here", "nothing", "above", "root", "long", "in a file"],

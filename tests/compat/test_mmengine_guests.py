@@ -35,7 +35,11 @@ from ..failing import fails
 from . import mmengine_jobs as jobs
 from .mmengine_jobs import checkpoint, checkpoint_hook, default_hooks, lines, names, ours, own_loop, same, scalars, theirs
 
-pytestmark = pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning"),
+    # MMEngine forks; from 3.14 on Python does not by itself.
+    pytest.mark.filterwarnings("ignore:Multi-processing start method `fork` is different:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

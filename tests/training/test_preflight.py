@@ -60,7 +60,9 @@ def trained(parts, sanity, resume=None, work_dir=None, workers=0, **options):
     data, shuffled = Drawing(), torch.Generator().manual_seed(5)
     train = DataLoader(Subset(data, range(8)), batch_size=2, shuffle=True, generator=shuffled)
     sampler = Alternating(data, generator=shuffled)
-    val = DataLoader(data, batch_size=3, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    # By fork: torch cannot send a generator to another process.
+    options_of_workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
+    val = DataLoader(data, batch_size=3, sampler=sampler, **options_of_workers)
     seen = []
 
     def val_step(model, batch):

@@ -117,12 +117,12 @@ def test_the_function_of_the_hook_covers_loaders_that_the_run_does_not_iterate()
 def test_a_forked_process_leaves_the_workers_as_they_are_and_its_own_obey():
     with preemptible() as run:
         for _ in run.epochs(1):
-            batches = iter(run.train(loader()))
+            batches = iter(run.train(loader(multiprocessing_context="fork")))
             _, pid, _ = next(batches)
             if not (child := os.fork()):
                 status = 1
                 try:
-                    own = iter(loader())
+                    own = iter(loader(multiprocessing_context="fork"))
                     _, its, _ = next(own)
                     os.kill(int(its), signal.SIGTERM)
                     own._workers[0].join(20)
@@ -226,7 +226,8 @@ def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publ
         note("task", event)
 
     as_task = bus.on(AfterTrainIter, in_task)
-    data = DataLoader(Publishing(bus), batch_size=2, num_workers=2, persistent_workers=persistent)
+    options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    data = DataLoader(Publishing(bus), batch_size=2, **options)
     parts.loop(bus, train_data=data, val_data=None, step=lambda model, batch: model(batch).mean()).run()
 
     heard = where.read_text().splitlines()

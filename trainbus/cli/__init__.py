@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
@@ -23,6 +25,8 @@ from trainbus.config.read import SUFFIXES, shortened
 from trainbus.eventloop.errors import CheckpointDamagedError, TrainbusError
 from trainbus.eventloop.terminal import cell
 from trainbus.eventloop.user_errors import notes_of
+
+_TOO_LONG: Final = re.compile(r"[^\s/]{256,}")  # for a name in any file system
 
 app = App(
     name="trainbus",
@@ -94,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
         if isinstance(error, OSError) and not isinstance(error, TrainbusError) and error.filename is not None:
             message = f"{shortened(str(error.filename))}: {error.strerror}"
+        message = _TOO_LONG.sub(lambda name: shortened(name[0]), message)
         return _fail(1 if is_damage else 2, command, message, error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)
