@@ -10,7 +10,7 @@ import nox
 
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """Of the README's commands; a workflow gives others."""
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 HOSTS = {
     "accelerate": ["tests/bridges/test_accelerate.py", "tests/training/test_wrappers.py"],
     "ignite": ["tests/bridges"],
