@@ -47,13 +47,14 @@ def run(settings: Settings) -> list[Comparison]:
     long_epoch = partial(Job, iterations)
     short_epochs = partial(Job, epochs * BATCHES_PER_EPOCH, epochs=epochs, batch_size=BATCH_SIZE)
     rounds = settings.rounds(quick=2, full=25)
+    # The loop by hand is what people have, though its checkpoints are not synced to the disk.
     jobs = [
-        ("Everything on: added per iteration over the bare loop", full, long_epoch, Budget(4, 2.0)),
-        (f"The same in {epochs} epochs of {BATCHES_PER_EPOCH} iterations", full, short_epochs, Budget(4, 2.0)),
-        ("No hook at all: added per iteration over the bare loop", empty, long_epoch, Budget("4b", 0.27, seconds=12e-6)),
+        ("Everything on: added per iteration over the bare loop", full, long_epoch, HAND_WRITTEN, Budget(4, 1.5)),
+        (f"The same in {epochs} epochs of {BATCHES_PER_EPOCH} iterations", full, short_epochs, HAND_WRITTEN, Budget(4, 1.5)),
+        ("No hook at all: added per iteration over the bare loop", empty, long_epoch, FLOOR, Budget("4b", 0.27, seconds=12e-6)),
     ]
     comparisons = []
-    for part, (title, contenders, job, budget) in enumerate(jobs):
+    for part, (title, contenders, job, floor, budget) in enumerate(jobs):
 
         def tick(done: int, of: int, part: int = part) -> None:
             settings.tick_part(part, len(jobs), done, of)
@@ -61,7 +62,7 @@ def run(settings: Settings) -> list[Comparison]:
         phases = {name: phase(train, job, wrote) for name, (train, wrote) in contenders.items()}
         with one_thread():
             samples = measure(phases, rounds, tick)
-        comparisons.append(Comparison(title, "µs", FLOOR, samples, BARE, budget, left_out if contenders is full else {}))
+        comparisons.append(Comparison(title, "µs", floor, samples, BARE, budget, left_out if contenders is full else {}))
     return comparisons
 
 
