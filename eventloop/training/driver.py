@@ -627,8 +627,11 @@ def watch_steps(run: SavedRun, capture: Capture | None = None) -> None:
     """Count and publish all steps by torch's step hooks until the run ends, as :func:`around_step`."""
     for name, optimizer in run.optimizers.items():
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
-        before_step, after_step = outermost(*around_step(run, name, optimizer, capture))
-        for inner in optimizers_in(optimizer):  # a wrapper may step the one inside without its own step()
+        inside = optimizers_in(optimizer)  # a wrapper may step the one inside without its own step()
+        before_step, after_step = around_step(run, name, optimizer, capture)
+        if len(inside) > 1:
+            before_step, after_step = outermost(before_step, after_step)
+        for inner in inside:
             run.state.machine.defer(inner.register_step_pre_hook(before_step).remove)
             run.state.machine.defer(inner.register_step_post_hook(after_step).remove)
     if capture is not None:

@@ -417,7 +417,7 @@ class Batches(_Steps):
 
     _loader: Any
     _in_block = False
-    _statement: weakref.finalize[..., _Body] | None = None  # the last `for` statement: alive as long as that has its iterator
+    _statement: weakref.ref[_Body] | None = None  # of the last `for` statement: alive as long as that has its iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._in_block else self._begin_statement()
@@ -438,8 +438,8 @@ class Batches(_Steps):
 
     def _begin_statement(self) -> _Body:
         body = _Body(self)
-        self._statement = weakref.finalize(body, self._end_statement, threading.get_ident())
-        self._statement.atexit = False
+        self._statement = weakref.ref(body)  # which each step asks, in C
+        weakref.finalize(body, self._end_statement, threading.get_ident()).atexit = False
         return body
 
     def _end_statement(self, thread: int) -> None:
@@ -448,7 +448,7 @@ class Batches(_Steps):
     @property
     def left(self) -> bool:
         """True if the ``for`` statement or the block has ended."""
-        return not self._in_block and self._statement is not None and not self._statement.alive
+        return not self._in_block and self._statement is not None and self._statement() is None
 
     def __enter__(self) -> Self:
         self._in_block = True
