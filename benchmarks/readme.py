@@ -39,6 +39,7 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
         ["Everything on"],
     ),
     ("the same job in epochs of 56 iterations", "µs", "training", ["The same in"]),
+    ("environment steps in cleanrl's shape of DQN, everything on: an iteration", "µs", "steps", ["An environment step"]),
     ("`TrainLoop` without any hook, added per iteration", "µs", "training", ["No hook at all"]),
     ("six floats logged each iteration, on the training thread", "µs", "logging", ["Six floats"]),
     ("six 0-dim tensors logged each iteration, on the training thread", "µs", "logging", ["Six 0-dim tensors"]),
