@@ -217,6 +217,10 @@ def test_a_usage_error_exits_with_status_2_and_names_option_value_and_help(argum
 OUT = (".", "", "..", "/")
 
 
+# From 3.14 on pathlib raises no error for such a name, so the folder is tried.
+TOO_LONG = f"{'x' * 80}…: cannot be used: File name too long" if sys.version_info < (3, 14) else "File name too long"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -225,7 +229,7 @@ OUT = (".", "", "..", "/")
             (["--out", out], f"{Path(out)} is not empty; give the run an empty folder, such as {Path(out, 'run')}")
             for out in OUT
         ),
-        (["--out", "x" * 300], "File name too long"),
+        (["--out", "x" * 300], TOO_LONG),
         (["--out", "notes.txt/run"], "notes.txt/run: cannot create this folder: Not a directory"),
     ],
     ids=["resume", "here", "nothing", "above", "root", "long", "in a file"],
