@@ -71,6 +71,10 @@ def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Call
     Path(f"{folder}/{rank}.pickle").write_bytes(pickle.dumps(outcome))
     if distributed.is_initialized() and not code:
         jobs.destroy_group()
+    elif code:  # a script takes as long to end; one that ends at once may reset a connection that another still reads
+        end = time.monotonic() + 0.5
+        while len(list(Path(folder).glob("*.pickle"))) < size and time.monotonic() < end:
+            time.sleep(0.01)
     os._exit(code)  # as a script that ends: nothing of the test runner's is to run here
 
 
