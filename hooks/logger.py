@@ -228,7 +228,7 @@ class LoggerHook(CopiedAnew, Hook):
                     at = one.facts["begun"]
                     (windows, skipped, restored), done, later = log_state.parts(one.facts.get("state")), 0, []
         needed = later if reach is None else later[-reach:]
-        new = [log_state.Waiting(one.outputs, _where(one.progress, one.batch_idx + 1, of), late) for one, late, of in needed]
+        new = [log_state.Waiting(one.outputs, Where.of(one.progress, one.batch_idx + 1, of), late) for one, late, of in needed]
         state = self._unwritten.pack(windows, skipped + len(later) - len(needed), [*restored, *new], reach)
         event.checkpoint.setdefault(_WINDOWS, {})[self._place(event.run)] = state
 
@@ -264,8 +264,7 @@ class LoggerHook(CopiedAnew, Hook):
             durable = False
             for kind, group in groupby(batch, type):
                 if issubclass(kind, AfterTrainIter):
-                    iterations, length = cast("Iterator[AfterTrainIter]", group), self._epoch_length
-                    self._fanout.train([(one.outputs, _where(one.progress, one.batch_idx + 1, length)) for one in iterations])
+                    self._fanout.train(cast("Iterator[AfterTrainIter]", group), self._epoch_length)
                     continue
                 for event in group:
                     self._write_one(event)
@@ -277,9 +276,9 @@ class LoggerHook(CopiedAnew, Hook):
             if event.logger == self._token:
                 self._write_record(event, **event.facts)
         elif isinstance(event, _REPORTED):
-            self._write_reported(event, _where(event.progress))
+            self._write_reported(event, Where.of(event.progress))
         elif isinstance(event, Evaluated):
-            where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
+            where = msgspec.structs.replace(Where.of(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
             self._fanout.evaluated(event.metrics, event.iter, where)
         elif isinstance(event, AfterTrainEpoch):
             self._fanout.end_epoch()
@@ -303,7 +302,7 @@ class LoggerHook(CopiedAnew, Hook):
                     self._fanout.load_state_dict(*log_state.parts(facts["state"]))
                 self._at = facts["begun"]
             case "metrics":
-                where = _where(event.progress)
+                where = Where.of(event.progress)
                 numbers = {name: value for name, value in event.outputs.items() if isinstance(value, int | float)}
                 self._fanout.evaluated(numbers, self._step(where), where)
             case "line":
@@ -330,13 +329,6 @@ class LoggerHook(CopiedAnew, Hook):
 
 
 LOGGER = Slot("logger", LoggerHook)
-
-
-def _where(progress: events.Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
-    now = progress.stage == "train"  # progress does not count the present iteration yet
-    epoch, iteration = progress.epoch + now, progress.iter + now
-    limits = progress.max_epochs, progress.max_iters
-    return Where(progress.stage, epoch, iteration, batch, epoch_length, *limits, progress.update)
 
 
 def _checked(writers: Sequence[Any]) -> Sequence[Writer]:

@@ -83,6 +83,11 @@ class Smoother:
             if custom.options.data_src in scalars:
                 custom.add(scalars[custom.options.data_src])
 
+    def pass_over(self, updates: Sequence[int]) -> None:
+        """Take iterations without scalars, of each the number of updates before it."""
+        self.count += len(updates)
+        self._updates.extend(updates)
+
     def line(self, begin: int, *, smooth: bool = True) -> dict[int, dict[str, float]]:
         """Return the values to write by iteration: the line of the present one, and events before it.
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from trainbus.eventloop import ConfigurationError, check_options
 from trainbus.eventloop.errors import cannot_import
+from trainbus.eventloop.events import Progress
 from trainbus.eventloop.registry import registrable
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import PositiveInt
@@ -59,6 +60,14 @@ class Where(msgspec.Struct, frozen=True):
     max_epochs: int | None = None
     max_iters: int | None = None
     update: int = 0
+
+    @classmethod
+    def of(cls, progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Self:
+        """Return the position that an event with this ``progress`` tells of."""
+        now = progress.stage == "train"  # progress does not count the present iteration yet
+        epoch, iteration = progress.epoch + now, progress.iter + now
+        limits = progress.max_epochs, progress.max_iters
+        return cls(progress.stage, epoch, iteration, batch, epoch_length, *limits, progress.update)
 
 
 Row = tuple[Mapping[str, float], int, Where]

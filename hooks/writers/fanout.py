@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import gcd
 from threading import Lock
 from typing import Any, ClassVar
 
 import msgspec
 
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.events import AfterTrainIter
 from trainbus.eventloop.plain import encodable
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.log_state import Waiting
@@ -67,22 +69,43 @@ class Fanout(CopiedAnew):
         self._raw = [target for target in self._targets if target.interval == 1 and not self._smoother.customised]
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
-    def train(self, iterations: Iterable[tuple[Mapping[str, Any], Where]]) -> None:
+    def train(self, iterations: Iterable[AfterTrainIter], epoch_length: int | None) -> None:
         self._open_late()
         rows: list[Row] = []
         # This thread shares the GIL with training: few calls per iteration, and only values that a writer reads.
-        for outputs, where in iterations:
+        each, named = gcd(*(target.interval for target in self._targets)) or 1, self._interval_exp_name
+        epoch = self._last.epoch
+        empty: list[AfterTrainIter] = []
+        for event in iterations:
+            progress, outputs, batch = event.progress, event.outputs, event.batch_idx + 1
+            if not (outputs or batch % each == 0 or (progress.iter + 1) % named == 0 or progress.epoch + 1 != epoch):
+                empty.append(event)
+                continue
+            if empty:
+                self._pass_over(empty, epoch_length)
+                empty = []
+            where = Where.of(progress, batch, epoch_length)
+            epoch = where.epoch
             if self._raw:
                 rows.append((_named(outputs), where.iter, where))
             if self._smoothed:
                 self._smooth(outputs, where)
             self._last = where
-            if where.iter % self._interval_exp_name == 0:
+            if where.iter % named == 0:
                 self._write_rows(rows)
                 rows = []
                 for target in self._targets:
                     target.give("write_text", "experiment", self._run.name, where)
+        if empty:
+            self._pass_over(empty, epoch_length)
         self._write_rows(rows)
+
+    def _pass_over(self, iterations: Sequence[AfterTrainIter], epoch_length: int | None) -> None:
+        """Count iterations of one epoch that have no scalars, and in which no writer is due."""
+        last = iterations[-1]
+        with self._smoothing:
+            self._last = Where.of(last.progress, last.batch_idx + 1, epoch_length)
+            self._smoother.pass_over([one.progress.update for one in iterations])
 
     def end_epoch(self) -> None:
         """Write the last iterations of a training epoch that are not written yet."""

@@ -1,4 +1,5 @@
 import json
+import random
 import signal
 import textwrap
 import threading
@@ -500,6 +501,46 @@ def test_each_value_that_only_some_iterations_report_is_written_with_its_iterati
                     run.report(val_loss=float(number))
     rows = [(where.batch, scalars.get("train/val_loss")) for scalars, _, where in notes.scalars()]
     assert rows == [(1, 0.0), (9, 8.0), (10, None), (17, 16.0), (20, None), (25, 24.0)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_iterations_that_report_nothing_count_as_those_that_report_other_values(tmp_path, seed):
+    """Also where a run goes on in the midst of them."""
+    draw, length = random.Random(seed), 40
+    intervals = draw.choice([(4, 6), (10,), (7, 25), (100,)])
+    reports = {number: float(number) for number in range(2 * length) if draw.random() < draw.choice([0.05, 0.2, 0.5])}
+    steps = {number for number in range(2 * length) if draw.random() < 0.5 or number in reports}
+
+    def train(folder, *, also=(), stop=None):
+        torch.manual_seed(0)
+        writers = [Notes(interval) for interval in intervals]
+        custom = [{"data_src": "loss", "log_name": "worst", "method_name": "max", "window_size": "epoch"}]
+        logger = LoggerHook(writers=writers, window_size=5, interval_exp_name=30, custom_cfg=custom if seed % 2 else ())
+        bus = Bus(logger, CheckpointHook(3, by_epoch=False))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Run(bus, model=model, optimizer=optimizer, work_dir=folder, resume="auto") as run:
+            for epoch in run.epochs(2):
+                for index in run.train(range(length)):
+                    number = epoch * length + index
+                    if number in steps:
+                        optimizer.step()
+                    run.report(**{"loss": reports[number]} if number in reports else {}, **dict.fromkeys(also, 0.5))
+                    if number == stop:
+                        run.checkpoints.save()
+                        run.stop()
+        return [
+            ({name: value for name, value in scalars.items() if name != "train/other"}, step, where)
+            for writer in writers
+            for scalars, step, where in writer.scalars()
+            if scalars.keys() - {"train/other"}
+        ], [call[3] for writer in writers for call in writer.calls if call[0] == "text"]
+
+    whole = train(tmp_path / "whole")
+    assert whole == train(tmp_path / "full", also=["other"])
+    (before, texts), (after, later) = (train(tmp_path / "parts", stop=draw.randrange(10, 70)), train(tmp_path / "parts"))
+    assert sorted(map(repr, whole[0])) == sorted(map(repr, before + after))
+    assert sorted(whole[1]) == sorted(texts + later)
 
 
 @pytest.mark.parametrize(("interval", "kept"), [(1, 0), (20, 14)])
