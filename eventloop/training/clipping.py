@@ -30,8 +30,10 @@ def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer
         return _whole(clip_grad_norm_(parameters, **options))
     if largest:  # torch's kernel fails for a rank whose part of a gradient is empty
         largest_of_each = [_largest_here(one).to(run.device) for one in parameters]
-        total = torch.stack([torch.zeros((), device=run.device), *largest_of_each]).max()
-        distributed.all_reduce(total, op=distributed.ReduceOp.MAX)
+        here = torch.stack([torch.zeros((), device=run.device), *largest_of_each]).max()
+        found = torch.stack([here.nan_to_num(nan=0.0, posinf=torch.inf), here.isnan()])  # Gloo's maximum may leave a NaN out
+        distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
+        total = torch.where(found[1] > 0, torch.nan, found[0])
     else:
         norms = _norms(run, optimizers, order, foreach)
         # The norm of the norms is that of all gradients.

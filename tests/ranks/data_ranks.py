@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -71,14 +71,17 @@ def validated(kind: str) -> dict[str, Any]:
         return dict(batches.metrics)
 
 
-def clipped(kind: str, norm_type: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the norm of the gradients, and the gradients after clipping."""
+def clipped(kind: str, norm_type: float, nan_on: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the norm of the gradients, and the gradients after clipping. A rank may have NaN in one of its parts."""
     model, step = meshes.build(kind)
     found: dict[str, torch.Tensor] = {}
     with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
         for _ in run.epochs(1):
             for _ in run.train([0]):
                 step(model, *rows()[:8])
+                if nan_on is not None and distributed.get_rank() == nan_on:
+                    parts = [one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in model.parameters()]
+                    next(one for one in parts if one is not None and one.numel()).fill_(torch.nan)
                 norm = run.steps.clip_grad_norm(0.1, norm_type)
                 found = {name: meshes.whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
     return float(norm), found

@@ -1,5 +1,6 @@
 """Processes that hold one copy of a model together are one to the data: samplers, validations and norms of gradients."""
 
+import math
 from itertools import chain
 
 import pytest
@@ -64,6 +65,19 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
             assert own == pytest.approx(norm, rel=1e-4), kind
             for name, gradient in found.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def clipped_with_nan(kinds, norm_type, rank):
+    return [data_ranks.clipped(kind, norm_type, rank)[0] for kind in kinds]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_is_nan_on_all_ranks_if_a_gradient_of_one_is(ranks, norm_type, rank):
+    kinds = ["FSDP2", "TP", "TP x FSDP2", "PP x FSDP2"]  # in which each rank has a part of its own
+    found = ranks(clipped_with_nan, kinds, norm_type, rank, size=4)
+    assert [kind for kind, *norms in zip(kinds, *found, strict=True) if not all(map(math.isnan, norms))] == []
 
 
 def refused_by_all(kinds, given):
