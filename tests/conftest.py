@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import fsspec
 import pytest
@@ -80,15 +81,13 @@ ALONE = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long-every", type=int, default=1, help="of the long tests, each Nth")
+    parser.addoption("--long-every", type=int, default=1, help="one of N long tests: the same ones if others are added")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (every := config.getoption("long_every")) > 1:
-        long = [item for item in items if item.get_closest_marker("long")]
-        left_out = {item for index, item in enumerate(long) if index % every}
-        items[:] = [item for item in items if item not in left_out]
+    every = config.getoption("long_every")
+    items[:] = [item for item in items if not (item.get_closest_marker("long") and crc32(item.nodeid.encode()) % every)]
     for item in items:
         if item.path.relative_to(Path(__file__).parent).as_posix().startswith(ALONE):
             item.add_marker(pytest.mark.xdist_group("alone"))
