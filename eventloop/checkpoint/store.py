@@ -235,14 +235,24 @@ def list_files(directory: AnyPath) -> list[tuple[AnyPath, float | None]]:
     """Return the files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
     if isinstance(directory, RemotePath):
         return [*directory.files()]
-    return [(path, _modified(path)) for path in directory.glob("*") if not path.is_dir()]
+    files = [directory / entry.name for entry in _entries(directory) if not entry.is_dir()]
+    return [(path, _modified(path)) for path in files]
 
 
 def list_directories(directory: AnyPath) -> list[AnyPath]:
     """Return the directories in a directory, if it is there, without links to some."""
     if isinstance(directory, RemotePath):
         return [*directory.directories()]
-    return [path for path in directory.glob("*") if path.is_dir() and not path.is_symlink()]
+    return [directory / entry.name for entry in _entries(directory) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a directory; nothing if it is not there. Another process may remove it, or some of it, meanwhile."""
+    try:
+        with os.scandir(directory) as entries:
+            return [*entries]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def remove_directory(directory: AnyPath, files: Sequence[AnyPath]) -> None:

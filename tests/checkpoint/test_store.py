@@ -21,6 +21,8 @@ from trainbus.eventloop.checkpoint import (
     commit_folder,
     inspect,
     link,
+    list_directories,
+    list_files,
     load,
     outline,
     remove,
@@ -31,6 +33,7 @@ from trainbus.eventloop.checkpoint import (
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
 
 from ..failing import fails
+from ..waiting import meanwhile
 from .trees import canonical
 
 
@@ -255,3 +258,18 @@ def test_a_file_without_our_digest_is_compared_whole(tmp_path, memory):
     with pytest.raises(CheckpointError, match="it exists"):
         path.upload(other, create=True)
     assert memory.cat_file("/bucket/x.ckpt") == one.read_bytes()
+
+
+def test_a_directory_that_another_process_removes_is_listed_as_it_is_or_as_empty(tmp_path):
+    def come_and_go():
+        (place / "one").mkdir(parents=True)
+        (place / "one").rmdir()
+        place.rmdir()
+
+    place = tmp_path / "place"
+    with meanwhile(come_and_go):
+        for _ in range(3000):
+            assert list_files(place) == []
+            assert list_directories(place) in ([], [place / "one"])
+    place.touch()
+    assert list_files(place) == list_directories(place) == []
