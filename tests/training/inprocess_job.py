@@ -45,6 +45,7 @@ def main(folder, where, port):
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     bus = Bus(CheckpointHook(interval=2, by_epoch=False), LoggerHook(interval=1))  # the same one for all calls
+    errors = []  # a list, because NVRx may raise its error wherever Python is, in the writing of a file, too
 
     @inprocess.Wrapper(
         store_kwargs={"port": port},
@@ -71,7 +72,7 @@ def main(folder, where, port):
         try:
             make_loop(model, bus, folder / "runs").run(resume="auto")
         except BaseException as error:
-            (folder / f"error-{rank}").write_text(type(error).__name__)
+            errors.append(type(error).__name__)
             raise
         finally:
             subscription.cancel()
@@ -79,7 +80,7 @@ def main(folder, where, port):
         return call.iteration, model.module.weight.detach()
 
     calls, weight = train()
-    torch.save((calls, str(bus.state), weight), folder / f"done-{rank}.pt")
+    torch.save((calls, str(bus.state), weight, errors), folder / f"done-{rank}.pt")
 
 
 if __name__ == "__main__":
