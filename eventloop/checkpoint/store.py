@@ -235,8 +235,8 @@ def list_files(directory: AnyPath) -> list[tuple[AnyPath, float | None]]:
     """Return the files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
     if isinstance(directory, RemotePath):
         return [*directory.files()]
-    files = [directory / entry.name for entry in _entries(directory) if not entry.is_dir()]
-    return [(path, _modified(path)) for path in files]
+    files = [directory / entry.name for entry in _entries(directory) if not entry.is_dir(follow_symlinks=False)]
+    return [(path, _modified(path)) for path in files if not path.is_dir()]  # through a link; False for one that leads nowhere
 
 
 def list_directories(directory: AnyPath) -> list[AnyPath]:

@@ -273,3 +273,13 @@ def test_a_directory_that_another_process_removes_is_listed_as_it_is_or_as_empty
             assert list_directories(place) in ([], [place / "one"])
     place.touch()
     assert list_files(place) == list_directories(place) == []
+
+
+@pytest.mark.parametrize("target", ["loop", "file/below", "gone", "file", "folder"])
+def test_a_link_is_listed_as_a_file_unless_it_leads_to_a_directory(tmp_path, target):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place/loop").symlink_to(f"../{target}" if target != "loop" else target)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert [path.name for path, _ in list_files(tmp_path / "place")] == ["loop"] * (target != "folder")
+    assert list_directories(tmp_path / "place") == []

@@ -83,7 +83,7 @@ def test_folders_that_are_nested_more_deeply_than_calls_are_searched(here, train
 def test_names_that_are_too_long_are_told_in_one_line(here, trainbus):
     write_run(Path("a"))
     name = "n" * 5000
-    raises = sys.version_info < (3, 14)  # pathlib, for such a name; from then on there is no such folder
+    raises = sys.version_info < (3, 14)  # where pathlib raises an error for such a name; a later one finds no folder
     assert len(trainbus("report", "a", "-o", name, status=1).err) < (200 if raises else 400)  # that of a write has two names
     status = 1 if raises else 2
     for words in ("report", "runs", "trace merge", "checkpoint ls"):
